@@ -1,0 +1,170 @@
+//! The seam between decisions and mathematics: what the engine asks of a model.
+//!
+//! The engine decides which rows run; a model computes them and decides nothing. State is addressed by absolute
+//! position, so a rejected row is simply overwritten by the next row at its position. Two implementations exist: the
+//! real model and the scripted history model of the tests.
+
+use std::ops::Range;
+
+use tf_text::TokenId;
+
+use crate::request::{Position, Sampling};
+
+/// A sequence's seat in the model's state.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SlotIndex(pub u32);
+
+/// What a model can hold. Fixed for its life.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ModelLimits {
+    pub vocab_size: u32,
+    /// Positions of one sequence; draft rows live outside it.
+    pub context: u32,
+    pub slots: u32,
+    /// Most rows of one round.
+    pub round_rows: u32,
+    /// Most drafts that one call of `draft` returns for a sequence; 0 without a draft head.
+    pub draft_block: u32,
+}
+
+/// One forward: the rows of all windows, in order.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct RoundPlan {
+    pub tokens: Vec<TokenId>,
+    pub windows: Vec<Window>,
+}
+
+/// Consecutive rows of one sequence: a piece of its prompt, or the pending token and its drafts.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Window {
+    pub slot: SlotIndex,
+    /// Position of the first row. Every earlier position of the slot has been computed and kept.
+    pub start: Position,
+    /// Which of `RoundPlan::tokens` are this window's rows.
+    pub rows: Range<usize>,
+    /// Where the prompt ends (exclusive). For rows of a reply: `start`. A model may skip work for rows that no
+    /// position from `prompt_end - 1` on can see (the exact halo), unless `whole` is set.
+    pub prompt_end: Position,
+    /// Every row's logits may be asked for: no halo.
+    pub whole: bool,
+    /// Which rows are drawn, as indices into the window. Empty for a prompt piece that isn't the last.
+    pub draw: Range<usize>,
+    /// `Some(n)`: log-probabilities of the drawn token and of the `n` likeliest, for each drawn row.
+    pub logprobs: Option<u32>,
+    /// Index of this window's settings and history in `RoundInput`.
+    pub sequence: usize,
+}
+
+/// What a draw needs besides the row: settings and the tokens before it. Borrowed, so that a round copies no history.
+#[derive(Clone, Copy, Debug)]
+pub struct SequenceView<'a> {
+    pub sampling: &'a Sampling,
+    pub prompt: &'a [TokenId],
+    /// Committed reply tokens. In a verify window the rows' own tokens follow these.
+    pub reply: &'a [TokenId],
+}
+
+/// One drawn row.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct DrawnRow {
+    pub token: TokenId,
+    /// Log-probability of `token` from the raw row at temperature 1; 0 where none was asked for.
+    pub logprob: f32,
+    /// Log-probability of the window's next token where one is there (prompt scoring); 0 otherwise.
+    pub next_logprob: f32,
+    /// Range in `Drawn::top`.
+    pub top_start: u32,
+    pub top_count: u32,
+}
+
+/// All drawn rows of a round, window by window. Reused from round to round.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Drawn {
+    pub rows: Vec<DrawnRow>,
+    /// For each window, its range of `rows`.
+    pub windows: Vec<Range<usize>>,
+    pub top: Vec<(TokenId, f32)>,
+}
+
+impl Drawn {
+    /// Empties all lists and keeps their memory.
+    pub fn clear(&mut self) {
+        self.rows.clear();
+        self.windows.clear();
+        self.top.clear();
+    }
+}
+
+/// Asks the draft head for what may follow `anchor`.
+#[derive(Clone, Copy, Debug)]
+pub struct DraftRequest<'a> {
+    pub slot: SlotIndex,
+    /// The committed token at `position`, which hasn't been run through the model yet.
+    pub anchor: TokenId,
+    /// Kept length of the slot: the anchor's position.
+    pub position: Position,
+    pub count_max: u32,
+    /// The same key as the target's draw, so that a good drafter lands often.
+    pub sampling: &'a Sampling,
+}
+
+/// Proposals for each request, in order. Reused.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Drafts {
+    pub tokens: Vec<TokenId>,
+    /// Acceptance probability the drafter itself expects, one a token.
+    pub confidence: Vec<f32>,
+    /// For each request, its range of the two lists.
+    pub ranges: Vec<Range<usize>>,
+}
+
+impl Drafts {
+    /// Empties all lists and keeps their memory.
+    pub fn clear(&mut self) {
+        self.tokens.clear();
+        self.confidence.clear();
+        self.ranges.clear();
+    }
+}
+
+/// Why a forward gave nothing.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ForwardError {
+    /// The sequences of this plan end; the others go on.
+    #[error("the forward failed: {0}")]
+    Failed(String),
+    /// Nothing can run any more.
+    #[error("the device is lost: {0}")]
+    DeviceLost(String),
+}
+
+/// A model that the engine can drive.
+pub trait Model {
+    /// The state at a position, enough to continue from there (`exactness.md` section 5).
+    type Snapshot: Clone + Send;
+
+    fn limits(&self) -> ModelLimits;
+
+    /// Computes every row of `plan` and draws the rows that it names. `sequences[window.sequence]` belongs to a window.
+    fn forward(
+        &mut self,
+        plan: &RoundPlan,
+        sequences: &[SequenceView<'_>],
+        drawn: &mut Drawn,
+    ) -> Result<(), ForwardError>;
+
+    /// Declares that `slot` now holds exactly `length` positions; later rows are overwritten by the next window.
+    fn keep(&mut self, slot: SlotIndex, length: Position);
+
+    /// Proposes tokens after each anchor. Never changes what `forward` computes.
+    fn draft(&mut self, wanted: &[DraftRequest<'_>], drafts: &mut Drafts) -> Result<(), ForwardError>;
+
+    /// The state of `slot` at its kept length.
+    fn snapshot(&mut self, slot: SlotIndex) -> Self::Snapshot;
+
+    /// Puts a snapshot into an empty slot.
+    fn restore(&mut self, slot: SlotIndex, snapshot: &Self::Snapshot);
+
+    /// Empties the slot.
+    fn release(&mut self, slot: SlotIndex);
+}
