@@ -1,1 +1,41 @@
-fn main() {}
+//! The project's own tasks: `cargo xtask TASK`. Knows how to run things; decides nothing about the product.
+
+mod aarch64;
+mod check;
+mod tidy;
+
+use std::process::ExitCode;
+
+const HELP: &str = "\
+cargo xtask TASK
+
+  check          everything that must hold: format, lints, tests, contract, form, licences
+  tidy           form of the tree only: dependency arrows, unsafe, environment, words, sizes
+  gen            rewrites the generated pages in docs/reference
+  aarch64        runs the number and kernel tests for 64-bit Arm under user-mode emulation (Debian, x86-64)
+";
+
+fn main() -> ExitCode {
+    let task = std::env::args().nth(1).unwrap_or_default();
+    let result = match task.as_str() {
+        "check" => check::run(),
+        "tidy" => tidy::run(),
+        "gen" => check::generate(),
+        "aarch64" => aarch64::run(),
+        "" | "help" | "-h" | "--help" => {
+            print!("{HELP}");
+            return ExitCode::SUCCESS;
+        }
+        other => {
+            eprint!("unknown task {other:?}\n\n{HELP}");
+            return ExitCode::from(2);
+        }
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("{error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

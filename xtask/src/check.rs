@@ -1,0 +1,119 @@
+//! One command that says whether the tree is sound. Ends with what was skipped and why; skips what a missing tool
+//! makes impossible and never skips silently.
+
+use std::path::PathBuf;
+use std::process::Command;
+use std::time::Instant;
+
+use anyhow::{Context, Result, bail};
+
+/// Folder of the workspace.
+pub fn root() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).parent().expect("xtask lies below the workspace").to_path_buf()
+}
+
+/// Runs a command in the workspace and fails with its line when it fails.
+pub fn sh(program: &str, args: &[&str]) -> Result<()> {
+    let line = format!("{program} {}", args.join(" "));
+    let status = Command::new(program)
+        .args(args)
+        .current_dir(root())
+        .status()
+        .with_context(|| format!("cannot start: {line}"))?;
+    if !status.success() {
+        bail!("failed: {line} ({status})");
+    }
+    Ok(())
+}
+
+enum Outcome {
+    Passed,
+    Skipped(String),
+    Failed(String),
+}
+
+fn cargo(args: &[&str]) -> Outcome {
+    match sh("cargo", args) {
+        Ok(()) => Outcome::Passed,
+        Err(error) => Outcome::Failed(format!("{error:#}")),
+    }
+}
+
+fn licences() -> Outcome {
+    let installed = Command::new("cargo").args(["deny", "--version"]).output().is_ok_and(|out| out.status.success());
+    if !installed {
+        return Outcome::Skipped("cargo-deny is not installed: cargo install cargo-deny --locked".to_string());
+    }
+    cargo(&["deny", "--offline", "check", "licenses", "bans", "sources"])
+}
+
+fn arm() -> Outcome {
+    match crate::aarch64::missing() {
+        Some(reason) => Outcome::Skipped(reason),
+        None => match crate::aarch64::run() {
+            Ok(()) => Outcome::Passed,
+            Err(error) => Outcome::Failed(format!("{error:#}")),
+        },
+    }
+}
+
+type Step = (&'static str, fn() -> Outcome);
+
+/// In the order in which a fault is cheapest to learn.
+const STEPS: &[Step] = &[
+    ("format", || cargo(&["fmt", "--all", "--check"])),
+    ("tidy", || match crate::tidy::run() {
+        Ok(()) => Outcome::Passed,
+        Err(error) => Outcome::Failed(format!("{error:#}")),
+    }),
+    ("lints", || cargo(&["clippy", "--workspace", "--all-targets", "--locked", "--", "-D", "warnings"])),
+    ("tests", || cargo(&["test", "--workspace", "--locked"])),
+    ("licences", licences),
+    ("64-bit Arm", arm),
+];
+
+/// Runs every step, also after a failure, and lists the results.
+pub fn run() -> Result<()> {
+    let mut lines = Vec::new();
+    let (mut passed, mut failed, mut skipped) = (0, 0, 0);
+    for (name, step) in STEPS {
+        eprintln!("== {name}");
+        let started = Instant::now();
+        let outcome = step();
+        let seconds = started.elapsed().as_secs_f64();
+        lines.push(match outcome {
+            Outcome::Passed => {
+                passed += 1;
+                format!("pass  {name} ({seconds:.1} s)")
+            }
+            Outcome::Skipped(reason) => {
+                skipped += 1;
+                format!("skip  {name}: {reason}")
+            }
+            Outcome::Failed(reason) => {
+                failed += 1;
+                format!("FAIL  {name} ({seconds:.1} s): {reason}")
+            }
+        });
+    }
+    println!("\n{}", lines.join("\n"));
+    println!("{passed} passed, {failed} failed, {skipped} skipped");
+    // A run for the record may not have holes; a newcomer without every tool still gets an answer.
+    if failed > 0 || (skipped > 0 && std::env::var_os("CI").is_some()) {
+        bail!("check failed");
+    }
+    Ok(())
+}
+
+/// Rewrites the generated pages by running the tests that keep them fresh in their writing mode.
+pub fn generate() -> Result<()> {
+    let status = Command::new("cargo")
+        .args(["test", "--workspace", "--locked", "generated_page"])
+        .env("TENSORFOLD_GENERATE", "1")
+        .current_dir(root())
+        .status()?;
+    if !status.success() {
+        bail!("the pages could not be written");
+    }
+    Ok(())
+}
