@@ -1,0 +1,178 @@
+//! Aligned memory that is zero at first; large buffers become resident only where they are touched.
+
+use crate::{Element, LaunchError};
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::ptr::NonNull;
+
+/// Alignment of every buffer: one cache line, one 512-bit vector.
+const ALIGNMENT: usize = 64;
+/// From this size on memory comes straight from the system, whose pages are zero and appear on first touch.
+const MAPPED_FROM_BYTES: usize = 1 << 20;
+
+/// An owned, 64-byte aligned block of `len_bytes` bytes.
+pub struct CpuBuffer {
+    start: NonNull<u8>,
+    len_bytes: usize,
+    owner: Owner,
+}
+
+/// How the memory was taken, and so how it goes back.
+#[derive(Clone, Copy, Debug)]
+enum Owner {
+    /// Nothing was taken: the buffer is empty.
+    Nobody,
+    Allocator(Layout),
+    #[cfg(unix)]
+    System {
+        mapped_bytes: usize,
+    },
+}
+
+// SAFETY: the block is owned like a `Box<[u8]>`; shared references only read it.
+unsafe impl Send for CpuBuffer {}
+// SAFETY: as above.
+unsafe impl Sync for CpuBuffer {}
+
+impl CpuBuffer {
+    /// `len_bytes` zero bytes.
+    ///
+    /// # Errors
+    /// [`LaunchError::Memory`] when the system refuses.
+    pub fn zeroed(len_bytes: usize) -> Result<CpuBuffer, LaunchError> {
+        let refused = LaunchError::Memory { bytes: len_bytes };
+        if len_bytes == 0 {
+            let start = NonNull::new(std::ptr::without_provenance_mut(ALIGNMENT)).expect("the alignment is not zero");
+            return Ok(CpuBuffer { start, len_bytes, owner: Owner::Nobody });
+        }
+        #[cfg(unix)]
+        if len_bytes >= MAPPED_FROM_BYTES {
+            return map(len_bytes).ok_or(refused);
+        }
+        let Some(padded) = len_bytes.checked_next_multiple_of(ALIGNMENT) else { return Err(refused) };
+        let Ok(layout) = Layout::from_size_align(padded, ALIGNMENT) else { return Err(refused) };
+        // SAFETY: the layout's size is not zero.
+        let start = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or(refused)?;
+        Ok(CpuBuffer { start, len_bytes, owner: Owner::Allocator(layout) })
+    }
+
+    pub fn len_bytes(&self) -> usize {
+        self.len_bytes
+    }
+
+    /// The whole buffer as elements of `T`; see [`crate::Buffer::view`].
+    pub fn view<T: Element>(&self) -> &[T] {
+        // SAFETY: the block holds `count` elements (`count_of`), is aligned to 64, initialised, and valid as any `T`.
+        unsafe { std::slice::from_raw_parts(self.start.as_ptr().cast(), self.count_of::<T>()) }
+    }
+
+    /// As [`CpuBuffer::view`], for writing.
+    pub fn view_mut<T: Element>(&mut self) -> &mut [T] {
+        // SAFETY: as in `view`; `&mut self` makes it the only view.
+        unsafe { std::slice::from_raw_parts_mut(self.start.as_ptr().cast(), self.count_of::<T>()) }
+    }
+
+    fn count_of<T: Element>(&self) -> usize {
+        const { assert!(align_of::<T>() <= ALIGNMENT) };
+        assert!(
+            self.len_bytes.is_multiple_of(size_of::<T>()),
+            "a buffer of {} bytes is viewed as elements of {} bytes",
+            self.len_bytes,
+            size_of::<T>()
+        );
+        self.len_bytes / size_of::<T>()
+    }
+}
+
+#[cfg(unix)]
+fn map(len_bytes: usize) -> Option<CpuBuffer> {
+    // SAFETY: a new private anonymous mapping touches no memory of ours.
+    let address = unsafe {
+        libc::mmap(
+            std::ptr::null_mut(),
+            len_bytes,
+            libc::PROT_READ | libc::PROT_WRITE,
+            libc::MAP_PRIVATE | libc::MAP_ANON,
+            -1,
+            0,
+        )
+    };
+    if address == libc::MAP_FAILED {
+        return None;
+    }
+    #[cfg(target_os = "linux")]
+    // SAFETY: the range was just mapped; the advice changes speed only, so its failure is no failure.
+    unsafe {
+        libc::madvise(address, len_bytes, libc::MADV_HUGEPAGE);
+    }
+    Some(CpuBuffer {
+        start: NonNull::new(address.cast())?,
+        len_bytes,
+        owner: Owner::System { mapped_bytes: len_bytes },
+    })
+}
+
+impl Drop for CpuBuffer {
+    fn drop(&mut self) {
+        match self.owner {
+            Owner::Nobody => {}
+            // SAFETY: `start` came from `alloc_zeroed` with this layout and is given back once.
+            Owner::Allocator(layout) => unsafe { dealloc(self.start.as_ptr(), layout) },
+            #[cfg(unix)]
+            // SAFETY: `start` came from `mmap` with this length and is given back once.
+            Owner::System { mapped_bytes } => unsafe {
+                libc::munmap(self.start.as_ptr().cast(), mapped_bytes);
+            },
+        }
+    }
+}
+
+impl std::fmt::Debug for CpuBuffer {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "CpuBuffer({} bytes)", self.len_bytes)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::{Buffer, Device, LaunchError};
+
+    #[test]
+    fn buffers_are_zero_aligned_and_as_long_as_asked() {
+        for bytes in [0, 4, 60, 64, 4096, (1 << 20) - 4, 1 << 20, (1 << 20) + 4, 5 << 20] {
+            let mut buffer = Buffer::zeroed(&Device::cpu(), bytes).unwrap();
+            assert_eq!(buffer.len_bytes(), bytes);
+            assert_eq!(buffer.u8().len(), bytes);
+            assert_eq!(buffer.f32().len(), bytes / 4);
+            assert_eq!(buffer.u8().as_ptr() as usize % 64, 0, "{bytes} bytes");
+            assert!(buffer.u8().iter().all(|byte| *byte == 0), "{bytes} bytes");
+            if let Some(last) = buffer.u32_mut().last_mut() {
+                *last = 0x0102_0304;
+                assert_eq!(buffer.u8()[bytes - 4..], [4, 3, 2, 1]);
+            }
+        }
+    }
+
+    #[test]
+    fn a_buffer_beyond_any_memory_is_an_error() {
+        for bytes in [usize::MAX, usize::MAX / 2, 1 << 60] {
+            assert_eq!(Buffer::zeroed(&Device::cpu(), bytes).unwrap_err(), LaunchError::Memory { bytes });
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "viewed as elements of 4 bytes")]
+    fn a_view_of_the_wrong_type_is_a_bug() {
+        let _ = Buffer::zeroed(&Device::cpu(), 6).unwrap().f32();
+    }
+
+    #[test]
+    fn a_copy_holds_the_values() {
+        let buffer = Buffer::from_slice(&Device::cpu(), &[1.5f32, -0.0, 3.0]).unwrap();
+        assert_eq!(
+            buffer.f32().iter().map(|v| v.to_bits()).collect::<Vec<_>>(),
+            [0x3fc0_0000, 0x8000_0000, 0x4040_0000]
+        );
+        let small = Buffer::from_slice(&Device::cpu(), &[1u8, 2, 3]).unwrap();
+        assert_eq!(small.u8(), [1, 2, 3]);
+    }
+}
