@@ -1,0 +1,3 @@
+//! In preparation.
+
+pub mod reference;
