@@ -1,1 +1,7 @@
-//! To be filled.
+//! Numbers whose bits are part of the product: formats, sums, functions, tables and draws.
+//!
+//! Everything here is a pure function with one result on every CPU: scalar, AVX2, AVX-512 and NEON bodies come from one
+//! generic source ([`lanes`]), reductions have one named order ([`sum`]), and no function of the system's mathematics
+//! library is on a path that a reply depends on ([`math`]). Knows nothing of models, devices or threads.
+
+pub mod lanes;
