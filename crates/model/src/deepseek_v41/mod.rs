@@ -1,0 +1,6 @@
+//! The DeepSeek-V4.1 family.
+
+pub mod engram;
+pub mod pages;
+pub mod rows;
+pub mod shape;
