@@ -294,13 +294,18 @@ impl Lanes for F32x16 {
     }
     #[inline(always)]
     unsafe fn load_fp8_finite_ptr(from: *const u8) -> Self {
-        // As float16 the code is its value times 2^-8, with the sign copied into bit 14, which the mask clears.
-        let values = op!({
-            let wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(from.cast()));
-            let half = _mm256_and_si256(_mm256_slli_epi16::<7>(wide), _mm256_set1_epi16(0xbfff_u16 as i16));
-            F32x16(_mm256_cvtph_ps(_mm256_castsi256_si128(half)), _mm256_cvtph_ps(_mm256_extracti128_si256::<1>(half)))
-        });
-        values * Self::splat(256.0)
+        // Converting through float16, as the wider body does, or scaling a float32 subnormal would be shorter, but the
+        // subnormal codes then take a slow path of the CPU.
+        // SAFETY: the caller vouches for 16 bytes.
+        let codes = unsafe { Self::load_u8_ptr(from) };
+        let sign = codes.shl(24).and(U32x16::splat(0x8000_0000));
+        let fields = codes.shl(20).and(U32x16::splat(0x07f0_0000));
+        let normal = Self::from_bits(fields.add(U32x16::splat(120 << 23)));
+        // With the exponent of 2^-6 put in front, a subnormal code is 2^-6 too large.
+        let step = U32x16::splat(121 << 23);
+        let subnormal = Self::from_bits(fields.or(step)) - Self::from_bits(step);
+        let small = fields.lt_signed(U32x16::splat(8 << 20));
+        Self::from_bits(Self::select(small, subnormal, normal).to_bits().or(sign))
     }
     #[inline(always)]
     fn decode_fp4(dwords: U32x16, nibble: u32) -> Self {
