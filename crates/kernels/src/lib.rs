@@ -9,6 +9,7 @@
 
 pub mod numerics_policy;
 pub mod order;
+mod parallel;
 pub mod reference_formats;
 pub mod rows;
 

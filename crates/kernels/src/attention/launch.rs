@@ -1,0 +1,48 @@
+use super::{Args, Span, cpu, scratch_floats};
+use crate::kv_store::{self, check_rope};
+use tf_device::{LaunchError, Queue};
+
+/// Computes the attention of every row.
+///
+/// # Errors
+/// [`LaunchError::Shape`] or [`LaunchError::Limit`] when the arguments disagree; nothing is written.
+pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
+    let (rows, shape) = (args.rows.len(), args.shape);
+    if rows == 0 {
+        return Ok(());
+    }
+    let record = kv_store::record_bytes(shape.head_dim);
+    LaunchError::check_shape("the key's columns", shape.head_dim, shape.head_dim.next_multiple_of(32).max(32))?;
+    check_rope(args.frequencies.len() * 2, shape.head_dim)?;
+    LaunchError::check_room("the queries", args.q.f32().len(), rows * shape.heads * shape.head_dim)?;
+    LaunchError::check_room("the attention output", args.out.f32().len(), rows * shape.heads * shape.head_dim)?;
+    LaunchError::check_room("the window records", args.records.len_bytes(), rows * record)?;
+    LaunchError::check_shape("the attention sinks", args.sinks.f32().len(), shape.heads)?;
+    LaunchError::check_limit("the sliding window", shape.window, shape.ring_len)?;
+    let slots = args.windows.iter().map(|window| window.slot as usize + 1).max().unwrap_or(0);
+    LaunchError::check_room("the rings", args.ring.len_bytes(), slots * shape.ring_len * record)?;
+    for row in args.rows {
+        LaunchError::check_limit("a row's window", row.window as usize, args.windows.len().saturating_sub(1))?;
+    }
+    for window in args.windows {
+        LaunchError::check_limit("a window's last row", (window.first_row + window.row_count) as usize, rows)?;
+        match args.span {
+            Span::Causal => {}
+            Span::Block => LaunchError::check_limit("a draft block", window.row_count as usize, shape.block_rows)?,
+        }
+    }
+    if let Some(compressed) = &args.compressed {
+        LaunchError::check_room("the selection", compressed.selected.u32().len(), rows * shape.selected_max)?;
+        LaunchError::check_room("the counts of the selection", compressed.counts.u32().len(), rows)?;
+        let most = compressed.counts.u32()[..rows].iter().max().copied().unwrap_or(0);
+        LaunchError::check_limit("a row's selection", most as usize, shape.selected_max)?;
+    }
+    match queue {
+        Queue::Cpu(queue) => {
+            let floats = scratch_floats(shape, queue.pool.threads());
+            LaunchError::check_room("the scratch of attention", args.scratch.f32().len(), floats)?;
+            cpu::run(queue, args);
+        }
+    }
+    Ok(())
+}

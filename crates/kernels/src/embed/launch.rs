@@ -1,0 +1,26 @@
+use super::{Args, cpu};
+use tf_device::{LaunchError, Queue};
+
+/// Runs [`super`]'s formula for every row of `ids`.
+///
+/// # Errors
+/// [`LaunchError::Limit`] when an id is outside the table, [`LaunchError::Shape`] when a buffer is too small.
+pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
+    let rows = args.ids.len();
+    if rows == 0 {
+        return Ok(());
+    }
+    let table = args.table.u16().len();
+    let vocabulary = table / args.columns.max(1);
+    LaunchError::check_shape("the embedding table's length", table, vocabulary * args.columns)?;
+    let largest = *args.ids.iter().max().expect("there is a row") as usize;
+    LaunchError::check_limit("a token id", largest, vocabulary.saturating_sub(1))?;
+    LaunchError::check_room("the embedded rows", args.out.f32().len(), rows * args.streams * args.columns)?;
+    if let Some(mix) = &args.mix {
+        LaunchError::check_room("the carried mixes", mix.f32().len(), rows * args.streams)?;
+    }
+    match queue {
+        Queue::Cpu(queue) => cpu::run(queue, args),
+    }
+    Ok(())
+}

@@ -1,0 +1,98 @@
+use super::{CollapseArgs, EnterArgs, ExpandArgs, MIXES, SCRATCH_FLOATS, STREAMS, TapArgs, cpu};
+use tf_device::{LaunchError, Queue};
+
+/// Expands the sublayer before (with `y`), computes this sublayer's mixes and its normalised input.
+///
+/// # Errors
+/// [`LaunchError::Shape`] when a buffer is too small or `hidden` is not a multiple of 32; nothing is written.
+pub fn launch_enter(queue: &mut Queue, args: EnterArgs<'_>) -> Result<(), LaunchError> {
+    let (rows, hidden) = (args.rows, args.hidden);
+    if rows == 0 {
+        return Ok(());
+    }
+    check_hidden(hidden)?;
+    if let Some(y) = args.y {
+        LaunchError::check_room("the output of a sublayer", y.f32().len(), rows * hidden)?;
+    }
+    LaunchError::check_room("the streams", args.streams.f32().len(), rows * STREAMS * hidden)?;
+    LaunchError::check_room("the carried mixes", args.mix.f32().len(), rows * STREAMS)?;
+    LaunchError::check_room("the post weights", args.post.f32().len(), rows * STREAMS)?;
+    LaunchError::check_room("the comb weights", args.comb.f32().len(), rows * STREAMS * STREAMS)?;
+    LaunchError::check_shape("the mix function", args.weights.function.f32().len(), MIXES * STREAMS * hidden)?;
+    LaunchError::check_shape("the mix base", args.weights.base.f32().len(), MIXES)?;
+    LaunchError::check_shape("the mix scale", args.weights.scale.f32().len(), 3)?;
+    LaunchError::check_shape("the weight of a norm", args.norm.f32().len(), hidden)?;
+    LaunchError::check_room("the scratch of the mixes", args.scratch.f32().len(), rows * SCRATCH_FLOATS)?;
+    for out in [&args.normed, &args.quantised].into_iter().flatten() {
+        LaunchError::check_room("the input of a sublayer", out.f32().len(), rows * hidden)?;
+    }
+    match queue {
+        Queue::Cpu(queue) => cpu::run_enter(queue, args),
+    }
+    Ok(())
+}
+
+/// Writes a sublayer's output into the streams.
+///
+/// # Errors
+/// As [`launch_enter`].
+pub fn launch_expand(queue: &mut Queue, args: ExpandArgs<'_>) -> Result<(), LaunchError> {
+    let (rows, hidden) = (args.rows, args.hidden);
+    if rows == 0 {
+        return Ok(());
+    }
+    check_hidden(hidden)?;
+    LaunchError::check_room("the output of a sublayer", args.y.f32().len(), rows * hidden)?;
+    LaunchError::check_room("the streams", args.streams.f32().len(), rows * STREAMS * hidden)?;
+    LaunchError::check_room("the post weights", args.post.f32().len(), rows * STREAMS)?;
+    LaunchError::check_room("the comb weights", args.comb.f32().len(), rows * STREAMS * STREAMS)?;
+    match queue {
+        Queue::Cpu(queue) => cpu::run_expand(queue, args),
+    }
+    Ok(())
+}
+
+/// Collapses the streams after the last sublayer and normalises the result.
+///
+/// # Errors
+/// As [`launch_enter`].
+pub fn launch_collapse(queue: &mut Queue, args: CollapseArgs<'_>) -> Result<(), LaunchError> {
+    let (rows, hidden) = (args.rows, args.hidden);
+    if rows == 0 {
+        return Ok(());
+    }
+    check_hidden(hidden)?;
+    LaunchError::check_room("the streams", args.streams.f32().len(), rows * STREAMS * hidden)?;
+    LaunchError::check_room("the carried mixes", args.mix.f32().len(), rows * STREAMS)?;
+    LaunchError::check_shape("the weight of a norm", args.norm.f32().len(), hidden)?;
+    for out in [&args.collapsed, &args.normed, &args.quantised].into_iter().flatten() {
+        LaunchError::check_room("the collapsed rows", out.f32().len(), rows * hidden)?;
+    }
+    match queue {
+        Queue::Cpu(queue) => cpu::run_collapse(queue, args),
+    }
+    Ok(())
+}
+
+/// Records the mean of the streams.
+///
+/// # Errors
+/// As [`launch_enter`], and when the tap does not fit into its columns.
+pub fn launch_tap(queue: &mut Queue, args: TapArgs<'_>) -> Result<(), LaunchError> {
+    let (rows, hidden) = (args.rows, args.hidden);
+    if rows == 0 {
+        return Ok(());
+    }
+    check_hidden(hidden)?;
+    LaunchError::check_room("the streams", args.streams.f32().len(), rows * STREAMS * hidden)?;
+    LaunchError::check_limit("the end of a tap", args.out_offset + hidden, args.out_columns)?;
+    LaunchError::check_room("the taps", args.out.f32().len(), rows * args.out_columns)?;
+    match queue {
+        Queue::Cpu(queue) => cpu::run_tap(queue, args),
+    }
+    Ok(())
+}
+
+fn check_hidden(hidden: usize) -> Result<(), LaunchError> {
+    LaunchError::check_shape("the hidden size", hidden, hidden.next_multiple_of(32).max(32))
+}

@@ -1,0 +1,34 @@
+use super::{Args, cpu, raw_columns, record_bytes};
+use crate::kv_store::check_rope;
+use tf_device::{LaunchError, Queue};
+
+/// Publishes the completed entries, writes their latents and keeps the raw rows of unfinished groups.
+///
+/// # Errors
+/// [`LaunchError::Shape`] or [`LaunchError::Limit`] when the arguments disagree; nothing is written.
+pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
+    let (rows, head_dim) = (args.rows.len(), args.head_dim);
+    if rows == 0 {
+        return Ok(());
+    }
+    LaunchError::check_limit("the compression ratio", args.ratio as usize, 2)?;
+    LaunchError::check_shape("the entry's columns", head_dim, head_dim.next_multiple_of(32).max(32))?;
+    check_rope(args.frequencies.len() * 2, head_dim)?;
+    LaunchError::check_room("the raw rows", args.raw.f32().len(), rows * raw_columns(head_dim, args.ratio))?;
+    LaunchError::check_shape("the weight of the latent norm", args.norm.f32().len(), head_dim)?;
+    LaunchError::check_room("the latents", args.latents.f32().len(), args.entries.len() * head_dim)?;
+    if args.ratio == 2 {
+        let slots = args.rows.iter().map(|row| row.slot as usize + 1).max().unwrap_or(0);
+        let room = args.raw_ring.as_ref().map_or(0, |ring| ring.f32().len());
+        LaunchError::check_room("the raw rings", room, slots * args.raw_len * 2 * head_dim)?;
+    }
+    for entry in args.entries {
+        LaunchError::check_limit("an entry's row", entry.row as usize, rows - 1)?;
+        let end = args.pages.index(entry.slot, entry.entry as usize) + 1;
+        LaunchError::check_room("the compressed cache", args.cache.len_bytes(), end * record_bytes(head_dim))?;
+    }
+    match queue {
+        Queue::Cpu(queue) => cpu::run(queue, args),
+    }
+    Ok(())
+}

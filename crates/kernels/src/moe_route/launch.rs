@@ -1,0 +1,29 @@
+use super::{Args, EXPERTS_MAX, TOP_K_MAX, cpu};
+use tf_device::{LaunchError, Queue};
+
+/// Chooses the experts of every row.
+///
+/// # Errors
+/// [`LaunchError::Shape`] or [`LaunchError::Limit`] when the arguments disagree; nothing is written.
+pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
+    let Args { rows, experts, top_k, .. } = args;
+    if rows == 0 {
+        return Ok(());
+    }
+    LaunchError::check_limit("the experts", experts, EXPERTS_MAX)?;
+    LaunchError::check_limit("the experts of a row", top_k, TOP_K_MAX.min(experts))?;
+    LaunchError::check_room("the gate logits", args.logits.f32().len(), rows * experts)?;
+    LaunchError::check_shape("the gate bias", args.bias.f32().len(), experts)?;
+    if !args.image.is_empty() {
+        LaunchError::check_shape("the image marks", args.image.len(), rows)?;
+    }
+    if args.image.contains(&true) {
+        LaunchError::check_shape("the gate bias of images", args.bias_image.map_or(0, |b| b.f32().len()), experts)?;
+    }
+    LaunchError::check_room("the chosen experts", args.chosen.u32().len(), rows * top_k)?;
+    LaunchError::check_room("the experts' weights", args.weights.f32().len(), rows * top_k)?;
+    match queue {
+        Queue::Cpu(queue) => cpu::run(queue, args),
+    }
+    Ok(())
+}

@@ -1,0 +1,43 @@
+use super::{Args, Candidates, cpu};
+use crate::rows::visible;
+use tf_device::{LaunchError, Queue};
+
+/// Selects from the scores of a tile of rows, and publishes their candidate blocks where asked.
+///
+/// # Errors
+/// [`LaunchError::Shape`] or [`LaunchError::Limit`] when the arguments disagree; nothing is written.
+pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
+    let rows = args.rows.len();
+    if args.tile.is_empty() {
+        return Ok(());
+    }
+    LaunchError::check_limit("the end of a tile", args.tile.end, rows)?;
+    LaunchError::check_room("the scores", args.scores.f32().len(), args.tile.len() * args.stride)?;
+    let seen = args.rows[args.tile.clone()].iter().map(|row| visible(row.position, args.ratio)).max().unwrap_or(0);
+    if seen > args.top_k {
+        LaunchError::check_limit("the entries that a row sees", seen, args.stride)?;
+    }
+    check_selection(rows, args.top_k, args.selected.u32().len(), args.counts.u32().len())?;
+    check_candidates(&args.candidates, rows, args.top_k)?;
+    match queue {
+        Queue::Cpu(queue) => cpu::run(queue, args),
+    }
+    Ok(())
+}
+
+pub(crate) fn check_selection(rows: usize, top_k: usize, selected: usize, counts: usize) -> Result<(), LaunchError> {
+    LaunchError::check_room("the selection", selected, rows * top_k)?;
+    LaunchError::check_room("the counts of the selection", counts, rows)
+}
+
+pub(crate) fn check_candidates(candidates: &Candidates<'_>, rows: usize, top_k: usize) -> Result<(), LaunchError> {
+    let (shape, blocks, counts) = match candidates {
+        Candidates::None => return Ok(()),
+        Candidates::Publish { shape, blocks, counts } => (shape, blocks.u32().len(), counts.u32().len()),
+        Candidates::Restrict(list) => (&list.shape, list.blocks.u32().len(), list.counts.u32().len()),
+    };
+    let sure = (shape.blocks_max * shape.block_size + 1).saturating_sub(shape.block_size);
+    LaunchError::check_limit("the selection from candidate blocks", top_k, sure)?;
+    LaunchError::check_room("the candidate blocks", blocks, rows * shape.blocks_max)?;
+    LaunchError::check_room("the counts of candidate blocks", counts, rows)
+}
