@@ -6,7 +6,16 @@
 
 mod config;
 mod error;
+mod fingerprint;
+mod header;
+mod hub;
 mod json;
+mod shards;
+mod view;
 
 pub use config::{Config, Field, GenerationConfig, Spelling};
 pub use error::CheckpointError;
+pub use fingerprint::Fingerprint;
+pub use hub::{HubCache, HubError, HubSnapshot};
+pub use shards::{Checkpoint, EmbeddedFiles, SmallFiles};
+pub use view::{Dtype, View};
