@@ -44,13 +44,13 @@ fn licences() -> Outcome {
     if !installed {
         return Outcome::Skipped("cargo-deny is not installed: cargo install cargo-deny --locked".to_string());
     }
-    cargo(&["deny", "--offline", "check", "licenses", "bans", "sources"])
+    cargo(&["deny", "check", "licenses", "bans", "sources"])
 }
 
-fn arm() -> Outcome {
-    match crate::aarch64::missing() {
+fn optional(missing: Option<String>, run: fn() -> Result<()>) -> Outcome {
+    match missing {
         Some(reason) => Outcome::Skipped(reason),
-        None => match crate::aarch64::run() {
+        None => match run() {
             Ok(()) => Outcome::Passed,
             Err(error) => Outcome::Failed(format!("{error:#}")),
         },
@@ -62,14 +62,13 @@ type Step = (&'static str, fn() -> Outcome);
 /// In the order in which a fault is cheapest to learn.
 const STEPS: &[Step] = &[
     ("format", || cargo(&["fmt", "--all", "--check"])),
-    ("tidy", || match crate::tidy::run() {
-        Ok(()) => Outcome::Passed,
-        Err(error) => Outcome::Failed(format!("{error:#}")),
-    }),
+    ("tidy", || optional(None, crate::tidy::run)),
     ("lints", || cargo(&["clippy", "--workspace", "--all-targets", "--locked", "--", "-D", "warnings"])),
     ("tests", || cargo(&["test", "--workspace", "--locked"])),
     ("licences", licences),
-    ("64-bit Arm", arm),
+    ("64-bit Arm", || optional(crate::aarch64::missing(), crate::aarch64::run)),
+    ("CUDA kernels", || optional(crate::cubins::missing(), crate::cubins::run)),
+    ("Apple targets", || optional(crate::darwin::missing(), crate::darwin::run)),
 ];
 
 /// Runs every step, also after a failure, and lists the results.

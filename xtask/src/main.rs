@@ -2,6 +2,9 @@
 
 mod aarch64;
 mod check;
+mod cubins;
+mod darwin;
+mod sysroot;
 mod tidy;
 
 use std::process::ExitCode;
@@ -11,8 +14,10 @@ cargo xtask TASK
 
   check          everything that must hold: format, lints, tests, contract, form, licences
   tidy           form of the tree only: dependency arrows, unsafe, environment, words, sizes
+  cubins         compiles the CUDA sources for every architecture, without a GPU
   gen            rewrites the generated pages in docs/reference
   aarch64        runs the number and kernel tests for 64-bit Arm under user-mode emulation (Debian, x86-64)
+  darwin         links the program for 64-bit Apple targets (Debian, x86-64)
 ";
 
 fn main() -> ExitCode {
@@ -20,8 +25,10 @@ fn main() -> ExitCode {
     let result = match task.as_str() {
         "check" => check::run(),
         "tidy" => tidy::run(),
+        "cubins" => cubins::run(),
         "gen" => check::generate(),
         "aarch64" => aarch64::run(),
+        "darwin" => darwin::run(),
         "" | "help" | "-h" | "--help" => {
             print!("{HELP}");
             return ExitCode::SUCCESS;
