@@ -55,6 +55,7 @@ pub trait Int: Copy {
     fn eq(self, other: Self) -> Self::Mask;
     fn lt_signed(self, other: Self) -> Self::Mask;
     fn lt_unsigned(self, other: Self) -> Self::Mask;
+    fn max_unsigned(self, other: Self) -> Self;
     fn select(mask: Self::Mask, yes: Self, no: Self) -> Self;
     /// Rotates left by `count` in 1..32.
     #[inline(always)]
@@ -156,6 +157,8 @@ pub trait Lanes: Float {
     fn fold(self) -> f32;
     /// The largest lane by [`Float::max`], by the same halves.
     fn fold_max(self) -> f32;
+    /// The largest lane as an unsigned integer.
+    fn fold_max_unsigned(value: Self::Int) -> u32;
     fn to_array(self) -> [f32; WIDTH];
     fn int_to_array(value: Self::Int) -> [u32; WIDTH];
 

@@ -2,6 +2,11 @@
 //!
 //! Everything here is a pure function with one result on every CPU: scalar, AVX2, AVX-512 and NEON bodies come from one
 //! generic source ([`lanes`]), reductions have one named order ([`sum`]), and no function of the system's mathematics
-//! library is on a path that a reply depends on ([`math`]). Knows nothing of models, devices or threads.
+//! library is on a path that a reply depends on. Knows nothing of models, devices or threads.
 
+pub mod bf16;
+pub mod fp8;
 pub mod lanes;
+pub mod mxfp4;
+pub mod qdq;
+pub mod sum;

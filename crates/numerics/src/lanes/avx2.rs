@@ -139,6 +139,10 @@ impl Int for U32x16 {
         self.xor(sign).lt_signed(other.xor(sign))
     }
     #[inline(always)]
+    fn max_unsigned(self, other: Self) -> Self {
+        each!(U32x16, _mm256_max_epu32, self, other)
+    }
+    #[inline(always)]
     fn select(mask: M16, yes: Self, no: Self) -> Self {
         F32x16::select(mask, F32x16::from_bits(yes), F32x16::from_bits(no)).to_bits()
     }
@@ -334,6 +338,15 @@ impl Lanes for F32x16 {
             let four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight));
             let two = _mm_max_ps(four, _mm_movehl_ps(four, four));
             _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps::<1>(two, two)))
+        })
+    }
+    #[inline(always)]
+    fn fold_max_unsigned(value: U32x16) -> u32 {
+        op!({
+            let eight = _mm256_max_epu32(value.0, value.1);
+            let four = _mm_max_epu32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256::<1>(eight));
+            let two = _mm_max_epu32(four, _mm_unpackhi_epi64(four, four));
+            _mm_cvtsi128_si32(_mm_max_epu32(two, _mm_shuffle_epi32::<1>(two))) as u32
         })
     }
     #[inline(always)]

@@ -114,6 +114,10 @@ impl Int for U32x16 {
         M16(op!(_mm512_cmplt_epu32_mask(self.0, other.0)))
     }
     #[inline(always)]
+    fn max_unsigned(self, other: Self) -> Self {
+        U32x16(op!(_mm512_max_epu32(self.0, other.0)))
+    }
+    #[inline(always)]
     fn select(mask: M16, yes: Self, no: Self) -> Self {
         U32x16(op!(_mm512_mask_blend_epi32(mask.0, no.0, yes.0)))
     }
@@ -286,6 +290,15 @@ impl Lanes for F32x16 {
             let four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps::<1>(eight));
             let two = _mm_max_ps(four, _mm_movehl_ps(four, four));
             _mm_cvtss_f32(_mm_max_ss(two, _mm_shuffle_ps::<1>(two, two)))
+        })
+    }
+    #[inline(always)]
+    fn fold_max_unsigned(value: U32x16) -> u32 {
+        op!({
+            let eight = _mm256_max_epu32(_mm512_castsi512_si256(value.0), _mm512_extracti32x8_epi32::<1>(value.0));
+            let four = _mm_max_epu32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256::<1>(eight));
+            let two = _mm_max_epu32(four, _mm_unpackhi_epi64(four, four));
+            _mm_cvtsi128_si32(_mm_max_epu32(two, _mm_shuffle_epi32::<1>(two))) as u32
         })
     }
     #[inline(always)]

@@ -156,6 +156,10 @@ impl Int for U32x16 {
         each!(M16, vcltq_u32, self, other)
     }
     #[inline(always)]
+    fn max_unsigned(self, other: Self) -> Self {
+        each!(U32x16, vmaxq_u32, self, other)
+    }
+    #[inline(always)]
     fn select(mask: M16, yes: Self, no: Self) -> Self {
         each!(U32x16, vbslq_u32, mask, yes, no)
     }
@@ -400,6 +404,10 @@ impl Lanes for F32x16 {
             half /= 2;
         }
         t[0]
+    }
+    #[inline(always)]
+    fn fold_max_unsigned(value: U32x16) -> u32 {
+        op!(vmaxvq_u32(vmaxq_u32(vmaxq_u32(value.0, value.1), vmaxq_u32(value.2, value.3))))
     }
     #[inline(always)]
     fn to_array(self) -> [f32; WIDTH] {

@@ -92,6 +92,10 @@ impl Int for u32 {
         self < other
     }
     #[inline(always)]
+    fn max_unsigned(self, other: Self) -> Self {
+        self.max(other)
+    }
+    #[inline(always)]
     fn select(mask: bool, yes: Self, no: Self) -> Self {
         if mask { yes } else { no }
     }
@@ -303,6 +307,10 @@ impl Int for U32x16 {
         compare!(<u32 as Int>::lt_unsigned, self, other)
     }
     #[inline(always)]
+    fn max_unsigned(self, other: Self) -> Self {
+        each!(U32x16, <u32 as Int>::max_unsigned, self, other)
+    }
+    #[inline(always)]
     fn select(mask: M16, yes: Self, no: Self) -> Self {
         let mut out = no.0;
         for l in 0..WIDTH {
@@ -491,6 +499,10 @@ impl Lanes for F32x16 {
             half /= 2;
         }
         t[0]
+    }
+    #[inline(always)]
+    fn fold_max_unsigned(value: U32x16) -> u32 {
+        value.0.into_iter().fold(0, u32::max)
     }
     #[inline(always)]
     fn to_array(self) -> [f32; WIDTH] {
