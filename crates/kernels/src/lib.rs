@@ -9,7 +9,10 @@
 
 pub mod numerics_policy;
 pub mod order;
+pub mod pack;
 mod parallel;
+#[cfg(test)]
+mod testing;
 pub mod reference_formats;
 pub mod rows;
 
@@ -23,6 +26,7 @@ pub mod index_query;
 pub mod index_score;
 pub mod kv_compress;
 pub mod kv_store;
+pub mod linear;
 pub mod linear_bf16;
 pub mod linear_fp8;
 pub mod lm_head;

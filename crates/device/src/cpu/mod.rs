@@ -3,10 +3,12 @@
 mod buffer;
 mod parts;
 mod pool;
+mod scratch;
 
 pub use buffer::CpuBuffer;
 pub use parts::Parts;
 pub use pool::{Placement, Pool};
+pub use scratch::Scratch;
 
 use std::ops::Range;
 use tf_numerics::lanes::Level;
@@ -15,22 +17,23 @@ use tf_numerics::lanes::Level;
 #[derive(Clone, Copy, Debug, Default)]
 pub struct CpuDevice;
 
-/// A pool and the instruction set of its kernels. Neither changes a bit of any result.
+/// A pool, the instruction set of its kernels, and their scratch memory. None of them changes a bit of any result.
 #[derive(Debug)]
 pub struct CpuQueue {
     pub pool: Pool,
     pub level: Level,
+    pub scratch: Scratch,
 }
 
 impl CpuQueue {
     /// `threads` threads, the caller being one of them, left to the system's scheduler.
     pub fn new(threads: usize, level: Level) -> CpuQueue {
-        CpuQueue { pool: Pool::new(threads, Placement::Free), level }
+        CpuQueue { pool: Pool::new(threads, Placement::Free), level, scratch: Scratch::default() }
     }
 
     /// As [`CpuQueue::new`], each further thread bound to one core: for a process that owns the machine.
     pub fn pinned(threads: usize, level: Level) -> CpuQueue {
-        CpuQueue { pool: Pool::new(threads, Placement::Pinned), level }
+        CpuQueue { pool: Pool::new(threads, Placement::Pinned), level, scratch: Scratch::default() }
     }
 }
 

@@ -28,6 +28,11 @@ impl<'a, T> Parts<'a, T> {
         self.len == 0
     }
 
+    /// The first element, for kernels whose ranges have gaps. What [`Parts::part`] asks holds for each element written.
+    pub fn as_ptr(&self) -> *mut T {
+        self.start
+    }
+
     /// Elements `range`, for writing.
     ///
     /// # Safety

@@ -1,0 +1,689 @@
+//! Tiles of several weight rows times several activation rows, and the launch that deals them to threads.
+//!
+//! The order of one output is that of [`tf_numerics::sum`]. A group of padding adds positive zero to its accumulator, which
+//! is all that its products would do. Threads own ranges of weight rows; neither ranges nor tiles appear in the order.
+
+use super::{Finish, scale_value};
+use std::ops::Range;
+use tf_device::LaunchError;
+use tf_device::cpu::{CpuQueue, Parts, split};
+use tf_numerics::lanes::{Kernel, Lanes, Level, dispatch};
+use tf_numerics::qdq::{self, Format};
+use tf_numerics::sum::{ACCUMULATORS, GROUP, Sum};
+
+/// Groups of one piece: one 64-byte load of FP4 codes, one round through the accumulators.
+const PIECE_GROUPS: usize = ACCUMULATORS;
+/// Weight rows and activation rows of a large tile: its accumulators fill 24 registers of 16 lanes.
+const TILE_ROWS: usize = 2;
+const TILE_INPUTS: usize = 3;
+/// From this many activation rows on, a weight row is decoded once into memory instead of once a tile.
+const PANEL_FROM: usize = 4;
+/// Multiply-adds that are worth one more thread: about the cost of starting it.
+const THREAD_WORK: usize = 1 << 14;
+/// Weights of one launch at most.
+pub(crate) const TASKS_MAX: usize = 8;
+
+/// A matrix whose rows can be read in pieces of four groups.
+pub(crate) trait Source: Copy + Sync {
+    const SCALED: bool;
+    /// Whether decoding a row costs something, so that many activation rows should share it.
+    const CODED: bool;
+    type Piece<L: Lanes>: Copy;
+
+    /// # Safety
+    /// `row` and `piece` lie inside the matrix.
+    unsafe fn piece<L: Lanes>(self, row: usize, piece: usize) -> Self::Piece<L>;
+    /// The 2 x 16 weights of one group of a piece.
+    ///
+    /// # Safety
+    /// The group lies inside the matrix.
+    unsafe fn pair<L: Lanes>(piece: Self::Piece<L>, group_of_piece: usize) -> [L; 2];
+    /// # Safety
+    /// `row` and `group` lie inside the matrix.
+    unsafe fn scale(self, row: usize, group: usize) -> f32;
+}
+
+/// E4M3 codes `[rows, stride]` with float32 scales `[ceil(rows / 32), stride / 32]`.
+#[derive(Clone, Copy)]
+pub(crate) struct Fp8<'a> {
+    pub codes: &'a [u8],
+    pub stride: usize,
+    pub scales: &'a [f32],
+}
+
+impl Source for Fp8<'_> {
+    const SCALED: bool = true;
+    const CODED: bool = true;
+    type Piece<L: Lanes> = *const u8;
+
+    #[inline(always)]
+    unsafe fn piece<L: Lanes>(self, row: usize, piece: usize) -> *const u8 {
+        // SAFETY: the caller's row and piece start inside the codes.
+        unsafe { self.codes.as_ptr().add(row * self.stride + piece * PIECE_GROUPS * GROUP) }
+    }
+    #[inline(always)]
+    unsafe fn pair<L: Lanes>(piece: *const u8, group_of_piece: usize) -> [L; 2] {
+        // SAFETY: the caller's group has 32 codes, none of them NaN (`linear_fp8::Weights::pack`).
+        unsafe {
+            let at = piece.add(group_of_piece * GROUP);
+            [L::load_fp8_finite_ptr(at), L::load_fp8_finite_ptr(at.add(16))]
+        }
+    }
+    #[inline(always)]
+    unsafe fn scale(self, row: usize, group: usize) -> f32 {
+        // SAFETY: the caller's row and group have a scale.
+        unsafe { *self.scales.get_unchecked(row / GROUP * (self.stride / GROUP) + group) }
+    }
+}
+
+/// E2M1 codes in layout B `[rows, stride bytes]` with E8M0 scales `[rows, groups]`.
+#[derive(Clone, Copy)]
+pub(crate) struct Fp4<'a> {
+    pub codes: &'a [u8],
+    pub stride: usize,
+    pub scales: &'a [u8],
+    pub groups: usize,
+}
+
+/// `code` -> its value. NaN has been refused, so code 255 is never looked up.
+const SCALES: [f32; 256] = {
+    let mut values = [0.0; 256];
+    let mut code = 0;
+    while code < 256 {
+        values[code] = scale_value(code as u8);
+        code += 1;
+    }
+    values
+};
+
+impl Source for Fp4<'_> {
+    const SCALED: bool = true;
+    const CODED: bool = true;
+    type Piece<L: Lanes> = L::Int;
+
+    #[inline(always)]
+    unsafe fn piece<L: Lanes>(self, row: usize, piece: usize) -> L::Int {
+        // SAFETY: the caller's row and piece have 64 bytes in the codes.
+        unsafe { L::load_u32_ptr(self.codes.as_ptr().add(row * self.stride + piece * 64).cast()) }
+    }
+    #[inline(always)]
+    unsafe fn pair<L: Lanes>(piece: L::Int, group_of_piece: usize) -> [L; 2] {
+        let nibble = 2 * group_of_piece as u32;
+        [L::decode_fp4(piece, nibble), L::decode_fp4(piece, nibble + 1)]
+    }
+    #[inline(always)]
+    unsafe fn scale(self, row: usize, group: usize) -> f32 {
+        // SAFETY: the caller's row and group have a scale.
+        SCALES[unsafe { *self.scales.get_unchecked(row * self.groups + group) } as usize]
+    }
+}
+
+/// bf16 weights `[rows, stride]`.
+#[derive(Clone, Copy)]
+pub(crate) struct Bf16<'a> {
+    pub values: &'a [u16],
+    pub stride: usize,
+}
+
+impl Source for Bf16<'_> {
+    const SCALED: bool = false;
+    const CODED: bool = true;
+    type Piece<L: Lanes> = *const u16;
+
+    #[inline(always)]
+    unsafe fn piece<L: Lanes>(self, row: usize, piece: usize) -> *const u16 {
+        // SAFETY: the caller's row and piece start inside the values.
+        unsafe { self.values.as_ptr().add(row * self.stride + piece * PIECE_GROUPS * GROUP) }
+    }
+    #[inline(always)]
+    unsafe fn pair<L: Lanes>(piece: *const u16, group_of_piece: usize) -> [L; 2] {
+        // SAFETY: the caller's group has 32 values.
+        unsafe {
+            let at = piece.add(group_of_piece * GROUP);
+            [L::load_bf16_ptr(at), L::load_bf16_ptr(at.add(16))]
+        }
+    }
+    #[inline(always)]
+    unsafe fn scale(self, _row: usize, _group: usize) -> f32 {
+        1.0
+    }
+}
+
+/// float32 weights `[rows, stride]`.
+#[derive(Clone, Copy)]
+pub(crate) struct F32<'a> {
+    pub values: &'a [f32],
+    pub stride: usize,
+}
+
+impl Source for F32<'_> {
+    const SCALED: bool = false;
+    const CODED: bool = false;
+    type Piece<L: Lanes> = *const f32;
+
+    #[inline(always)]
+    unsafe fn piece<L: Lanes>(self, row: usize, piece: usize) -> *const f32 {
+        // SAFETY: the caller's row and piece start inside the values.
+        unsafe { self.values.as_ptr().add(row * self.stride + piece * PIECE_GROUPS * GROUP) }
+    }
+    #[inline(always)]
+    unsafe fn pair<L: Lanes>(piece: *const f32, group_of_piece: usize) -> [L; 2] {
+        // SAFETY: the caller's group has 32 values.
+        unsafe {
+            let at = piece.add(group_of_piece * GROUP);
+            [L::load_ptr(at), L::load_ptr(at.add(16))]
+        }
+    }
+    #[inline(always)]
+    unsafe fn scale(self, _row: usize, _group: usize) -> f32 {
+        1.0
+    }
+}
+
+/// Decoded rows of one tile and, where the format has them, their scales.
+#[derive(Clone, Copy)]
+struct Panel<'a, const SCALED: bool> {
+    /// `[TILE_ROWS, groups * 32]`
+    values: &'a [f32],
+    /// `[TILE_ROWS, groups]`
+    scales: &'a [f32],
+    groups: usize,
+}
+
+impl<const SCALED: bool> Source for Panel<'_, SCALED> {
+    const SCALED: bool = SCALED;
+    const CODED: bool = false;
+    type Piece<L: Lanes> = *const f32;
+
+    #[inline(always)]
+    unsafe fn piece<L: Lanes>(self, row: usize, piece: usize) -> *const f32 {
+        // SAFETY: the caller's row and piece start inside the values.
+        unsafe { self.values.as_ptr().add((row * self.groups + piece * PIECE_GROUPS) * GROUP) }
+    }
+    #[inline(always)]
+    unsafe fn pair<L: Lanes>(piece: *const f32, group_of_piece: usize) -> [L; 2] {
+        // SAFETY: the caller's group has 32 values.
+        unsafe {
+            let at = piece.add(group_of_piece * GROUP);
+            [L::load_ptr(at), L::load_ptr(at.add(16))]
+        }
+    }
+    #[inline(always)]
+    unsafe fn scale(self, row: usize, group: usize) -> f32 {
+        // SAFETY: the caller's row and group have a scale.
+        unsafe { *self.scales.get_unchecked(row * self.groups + group) }
+    }
+}
+
+/// Floats that [`multiply`] wants as its panel, for rows of `groups` groups.
+pub(crate) const fn panel_len(groups: usize) -> usize {
+    (TILE_ROWS * groups * (GROUP + 1)).next_multiple_of(16)
+}
+
+/// Activation rows of a launch: all of a matrix, or chosen ones.
+#[derive(Clone, Copy)]
+pub(crate) struct Inputs<'a> {
+    pub values: &'a [f32],
+    /// Floats from one row to the next.
+    pub stride: usize,
+    /// First column.
+    pub offset: usize,
+    /// The rows by index; all of them in order where absent.
+    pub chosen: Option<&'a [u32]>,
+    pub count: usize,
+}
+
+impl Inputs<'_> {
+    /// # Safety
+    /// `index` is below `count`, and the rows lie inside `values`.
+    #[inline(always)]
+    unsafe fn row(self, index: usize) -> *const f32 {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let row = match self.chosen {
+                Some(chosen) => *chosen.get_unchecked(index) as usize,
+                None => index,
+            };
+            self.values.as_ptr().add(row * self.stride + self.offset)
+        }
+    }
+
+    /// Panics unless every row has `columns` readable floats.
+    fn check(self, columns: usize) {
+        let last = match self.chosen {
+            Some(chosen) => {
+                assert!(chosen.len() >= self.count);
+                chosen[..self.count].iter().max().map(|row| *row as usize)
+            }
+            None => self.count.checked_sub(1),
+        };
+        if let Some(last) = last {
+            assert!(
+                last * self.stride + self.offset + columns <= self.values.len(),
+                "an activation row is out of range"
+            );
+        }
+    }
+}
+
+/// One tile: `R` weight rows from `row` on times `M` activation rows.
+///
+/// # Safety
+/// The rows lie inside the source, and every `x` is readable for `groups * 32` floats.
+#[inline(always)]
+unsafe fn tile<L: Lanes, S: Source, const R: usize, const M: usize>(
+    source: S,
+    row: usize,
+    x: [*const f32; M],
+    groups: usize,
+) -> [[f32; M]; R] {
+    let mut acc = [[Sum::<L>::zero(); M]; R];
+    let pieces = groups / PIECE_GROUPS;
+    for piece in 0..pieces {
+        // SAFETY: whole pieces lie inside the rows.
+        unsafe { step_piece::<L, S, R, M>(source, row, x, piece, PIECE_GROUPS, &mut acc) };
+    }
+    let rest = groups % PIECE_GROUPS;
+    if rest > 0 {
+        // SAFETY: the piece's first `rest` groups lie inside the rows.
+        unsafe { step_piece::<L, S, R, M>(source, row, x, pieces, rest, &mut acc) };
+    }
+    let mut sums = [[0.0; M]; R];
+    for r in 0..R {
+        for m in 0..M {
+            sums[r][m] = acc[r][m].fold();
+        }
+    }
+    sums
+}
+
+/// The first `group_count` groups of one piece; the others are padding.
+///
+/// # Safety
+/// As [`tile`], for these groups.
+#[inline(always)]
+unsafe fn step_piece<L: Lanes, S: Source, const R: usize, const M: usize>(
+    source: S,
+    row: usize,
+    x: [*const f32; M],
+    piece: usize,
+    group_count: usize,
+    acc: &mut [[Sum<L>; M]; R],
+) {
+    // SAFETY: all accesses are to groups that the caller vouches for.
+    unsafe {
+        let mut held = [source.piece::<L>(row, piece); R];
+        for r in 1..R {
+            held[r] = source.piece::<L>(row + r, piece);
+        }
+        for b in 0..PIECE_GROUPS {
+            if b >= group_count {
+                for r in 0..R {
+                    for m in 0..M {
+                        acc[r][m].0[b] = acc[r][m].0[b] + L::splat(0.0);
+                    }
+                }
+                continue;
+            }
+            let group = piece * PIECE_GROUPS + b;
+            let mut x_pair = [[L::splat(0.0); 2]; M];
+            for m in 0..M {
+                let at = x[m].add(group * GROUP);
+                x_pair[m] = [L::load_ptr(at), L::load_ptr(at.add(16))];
+            }
+            for r in 0..R {
+                let pair = S::pair::<L>(held[r], b);
+                if S::SCALED {
+                    let scale = L::splat(source.scale(row + r, group));
+                    for m in 0..M {
+                        acc[r][m].scaled(b, pair, x_pair[m], scale);
+                    }
+                } else {
+                    for m in 0..M {
+                        acc[r][m].plain(b, pair, x_pair[m]);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Where [`multiply`] puts its results: output `row - first row` of input `i` at `start[i * stride + row - first row]`.
+#[derive(Clone, Copy)]
+pub(crate) struct Output {
+    pub start: *mut f32,
+    pub stride: usize,
+}
+
+/// `R` weight rows times every input.
+///
+/// # Safety
+/// As [`multiply`].
+#[inline(always)]
+unsafe fn row_tile<L: Lanes, S: Source, const R: usize>(
+    source: S,
+    row: usize,
+    inputs: Inputs<'_>,
+    groups: usize,
+    out: Output,
+    out_row: usize,
+) {
+    // SAFETY: the caller's promise covers every input and output below `inputs.count`.
+    unsafe {
+        let mut at = 0;
+        while at + TILE_INPUTS <= inputs.count {
+            let x = [inputs.row(at), inputs.row(at + 1), inputs.row(at + 2)];
+            put(tile::<L, S, R, 3>(source, row, x, groups), out, at, out_row);
+            at += TILE_INPUTS;
+        }
+        match inputs.count - at {
+            2 => {
+                let x = [inputs.row(at), inputs.row(at + 1)];
+                put(tile::<L, S, R, 2>(source, row, x, groups), out, at, out_row);
+            }
+            1 => put(tile::<L, S, R, 1>(source, row, [inputs.row(at)], groups), out, at, out_row),
+            _ => {}
+        }
+    }
+}
+
+/// # Safety
+/// The tile's outputs lie inside `out`.
+#[inline(always)]
+unsafe fn put<const R: usize, const M: usize>(sums: [[f32; M]; R], out: Output, input: usize, out_row: usize) {
+    for m in 0..M {
+        for r in 0..R {
+            // SAFETY: the caller's promise.
+            unsafe { *out.start.add((input + m) * out.stride + out_row + r) = sums[r][m] };
+        }
+    }
+}
+
+/// Weight rows `rows` of `source` times every input, unfinished float32 sums into `out`.
+///
+/// # Safety
+/// The rows have `groups` groups and lie inside the source; every input row is readable for `groups * 32` floats; `out` is
+/// writable for `inputs.count` rows of `rows.len()` floats, and nobody else touches them or `panel`.
+///
+/// # Panics
+/// When `panel` is shorter than [`panel_len`].
+pub(crate) unsafe fn multiply<S: Source>(
+    level: Level,
+    source: S,
+    rows: Range<usize>,
+    inputs: Inputs<'_>,
+    groups: usize,
+    out: Output,
+    panel: &mut [f32],
+) {
+    assert!(panel.len() >= panel_len(groups));
+    dispatch(level, Multiply { source, rows, inputs, groups, out, panel });
+}
+
+/// [`multiply`]'s arguments; made there only, so that its promises hold.
+struct Multiply<'a, S> {
+    source: S,
+    rows: Range<usize>,
+    inputs: Inputs<'a>,
+    groups: usize,
+    out: Output,
+    panel: &'a mut [f32],
+}
+
+impl<S: Source> Kernel for Multiply<'_, S> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<L: Lanes>(self) {
+        let Multiply { source, rows, inputs, groups, out, panel } = self;
+        // SAFETY: the promises of `multiply` cover every row of the range; it asserted the panel's length.
+        unsafe {
+            if S::CODED && inputs.count < PANEL_FROM {
+                for row in rows.clone() {
+                    row_tile::<L, S, 1>(source, row, inputs, groups, out, row - rows.start);
+                }
+                return;
+            }
+            let (values, scales) = panel.split_at_mut(TILE_ROWS * groups * GROUP);
+            let mut row = rows.start;
+            while row < rows.end {
+                let out_row = row - rows.start;
+                let tile_rows = (rows.end - row).min(TILE_ROWS);
+                if S::CODED {
+                    for r in 0..tile_rows {
+                        let (values, scales) = (values.as_mut_ptr(), scales.as_mut_ptr());
+                        let at = r * groups;
+                        decode::<L, S>(source, row + r, groups, values.add(at * GROUP), scales.add(at));
+                    }
+                    if S::SCALED {
+                        let panel = Panel::<true> { values, scales, groups };
+                        either::<L, _>(panel, 0, tile_rows, inputs, groups, out, out_row);
+                    } else {
+                        let panel = Panel::<false> { values, scales, groups };
+                        either::<L, _>(panel, 0, tile_rows, inputs, groups, out, out_row);
+                    }
+                } else {
+                    either::<L, _>(source, row, tile_rows, inputs, groups, out, out_row);
+                }
+                row += tile_rows;
+            }
+        }
+    }
+}
+
+/// A full tile of rows, or the last odd one.
+///
+/// # Safety
+/// As [`multiply`].
+#[inline(always)]
+unsafe fn either<L: Lanes, S: Source>(
+    source: S,
+    row: usize,
+    tile_rows: usize,
+    inputs: Inputs<'_>,
+    groups: usize,
+    out: Output,
+    out_row: usize,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        if tile_rows == TILE_ROWS {
+            row_tile::<L, S, TILE_ROWS>(source, row, inputs, groups, out, out_row);
+        } else {
+            row_tile::<L, S, 1>(source, row, inputs, groups, out, out_row);
+        }
+    }
+}
+
+/// One row into memory: its weights without the scale, and its scales.
+///
+/// # Safety
+/// The row lies inside the source; `values` is writable for `groups * 32` floats, `scales` for `groups`.
+#[inline(always)]
+unsafe fn decode<L: Lanes, S: Source>(source: S, row: usize, groups: usize, values: *mut f32, scales: *mut f32) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        for piece in 0..groups.div_ceil(PIECE_GROUPS) {
+            let held = source.piece::<L>(row, piece);
+            for b in 0..PIECE_GROUPS {
+                let group = piece * PIECE_GROUPS + b;
+                if group < groups {
+                    let [low, high] = S::pair::<L>(held, b);
+                    low.store_ptr(values.add(group * GROUP));
+                    high.store_ptr(values.add(group * GROUP + 16));
+                    if S::SCALED {
+                        *scales.add(group) = source.scale(row, group);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Finishes outputs `range` of each of `count` rows of `out`, which is `[count, row_len]`.
+///
+/// # Safety
+/// Nobody else touches these outputs.
+unsafe fn finish(
+    level: Level,
+    out: &Parts<'_, f32>,
+    count: usize,
+    row_len: usize,
+    range: Range<usize>,
+    finish: Finish,
+) {
+    if finish != Finish::F32 {
+        dispatch(level, FinishRows { out, count, row_len, range, quantise: finish == Finish::Qdq8 });
+    }
+}
+
+/// [`finish`]'s arguments; made there only, so that its promise holds.
+struct FinishRows<'a> {
+    out: &'a Parts<'a, f32>,
+    count: usize,
+    row_len: usize,
+    range: Range<usize>,
+    quantise: bool,
+}
+
+impl Kernel for FinishRows<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<L: Lanes>(self) {
+        for row in 0..self.count {
+            let at = row * self.row_len;
+            // SAFETY: the promise of `finish`.
+            let values = unsafe { self.out.part(at + self.range.start..at + self.range.end) };
+            round_bf16::<L>(values);
+            if self.quantise {
+                qdq::round_row_lanes::<L>(Format::Fp8, values);
+            }
+        }
+    }
+}
+
+/// Rounds every value to bf16.
+#[inline(always)]
+pub(crate) fn round_bf16<L: Lanes>(values: &mut [f32]) {
+    let mut chunks = values.chunks_exact_mut(16);
+    for chunk in &mut chunks {
+        L::load(chunk).bf16_round().store(chunk);
+    }
+    let rest = chunks.into_remainder();
+    if !rest.is_empty() {
+        L::load_partial(rest, 0.0).bf16_round().store_partial(rest);
+    }
+}
+
+/// A dense weight of any stored form.
+#[derive(Clone, Copy)]
+pub(crate) enum Matrix<'a> {
+    Fp8(Fp8<'a>),
+    Bf16(Bf16<'a>),
+    F32(F32<'a>),
+}
+
+/// One weight of a launch.
+pub(crate) struct Task<'a> {
+    pub matrix: Matrix<'a>,
+    pub rows: usize,
+    /// `[inputs, rows]`
+    pub out: Parts<'a, f32>,
+    pub finish: Finish,
+}
+
+/// Threads worth using for a launch.
+pub(crate) fn threads_for(queue: &CpuQueue, multiply_adds: usize) -> usize {
+    (multiply_adds / THREAD_WORK).clamp(1, queue.pool.threads())
+}
+
+/// Every task over the same inputs. `x`: `[.., x_groups * columns]`; with more than one group, block `g` of a task's rows
+/// multiplies column block `g`.
+///
+/// # Errors
+/// [`LaunchError`] when there are too many tasks or no room for scratch.
+pub(crate) fn run(
+    queue: &mut CpuQueue,
+    x: &[f32],
+    chosen: Option<&[u32]>,
+    count: usize,
+    x_groups: usize,
+    columns: usize,
+    tasks: &[Option<Task<'_>>],
+) -> Result<(), LaunchError> {
+    let groups = columns.div_ceil(GROUP);
+    let padded_columns = groups * GROUP;
+    let work = tasks.iter().flatten().map(|task| task.rows * padded_columns * (count + 1)).sum();
+    let threads = threads_for(queue, work);
+    let panel = panel_len(groups);
+    let padding = if padded_columns == columns { 0 } else { count * x_groups * padded_columns };
+    let scratch = queue.scratch.values(padding.next_multiple_of(16) + threads * panel)?;
+    let (padded, panels) = scratch.split_at_mut(padding.next_multiple_of(16));
+    let mut inputs = Inputs { values: x, stride: x_groups * columns, offset: 0, chosen, count };
+    if padding > 0 {
+        for (index, row) in padded.chunks_exact_mut(x_groups * padded_columns).enumerate() {
+            let from = chosen.map_or(index, |chosen| chosen[index] as usize) * x_groups * columns;
+            for (block, padded) in row.chunks_exact_mut(padded_columns).enumerate() {
+                padded[..columns].copy_from_slice(&x[from + block * columns..][..columns]);
+                padded[columns..].fill(0.0);
+            }
+        }
+        inputs = Inputs { values: padded, stride: x_groups * padded_columns, offset: 0, chosen: None, count };
+    }
+    inputs.check(x_groups * padded_columns);
+    let panels = Parts::new(panels);
+    let level = queue.level;
+    queue.pool.run_on(threads, |index, thread_count| {
+        // SAFETY: each thread takes the panel of its own index.
+        let panel = unsafe { panels.part(index * panel..(index + 1) * panel) };
+        for task in tasks.iter().flatten() {
+            let unit = if task.finish == Finish::Qdq8 { GROUP } else { 4 };
+            let rows = split(task.rows, thread_count, index, unit);
+            // SAFETY: the ranges of the threads are disjoint, and the launch checked weights and inputs against each other.
+            unsafe {
+                match task.matrix {
+                    Matrix::Fp8(matrix) => stripe(level, matrix, task, rows, inputs, x_groups, groups, panel),
+                    Matrix::Bf16(matrix) => stripe(level, matrix, task, rows, inputs, x_groups, groups, panel),
+                    Matrix::F32(matrix) => stripe(level, matrix, task, rows, inputs, x_groups, groups, panel),
+                }
+            }
+        }
+    });
+    Ok(())
+}
+
+/// One thread's rows of one task.
+///
+/// # Safety
+/// As [`multiply`]; outputs `rows` of every input are this caller's alone.
+unsafe fn stripe<S: Source>(
+    level: Level,
+    source: S,
+    task: &Task<'_>,
+    rows: Range<usize>,
+    inputs: Inputs<'_>,
+    x_groups: usize,
+    groups: usize,
+    panel: &mut [f32],
+) {
+    if rows.is_empty() {
+        return;
+    }
+    assert_eq!(task.out.len(), inputs.count * task.rows);
+    let block_rows = task.rows / x_groups;
+    let mut start = rows.start;
+    while start < rows.end {
+        let block = start / block_rows;
+        let end = rows.end.min((block + 1) * block_rows);
+        let inputs = Inputs { offset: block * groups * GROUP, ..inputs };
+        // SAFETY: `start` lies inside the output's first row (asserted above); the rest is the caller's promise.
+        unsafe {
+            let out = Output { start: task.out.as_ptr().add(start), stride: task.rows };
+            multiply(level, source, start..end, inputs, groups, out, panel);
+        }
+        start = end;
+    }
+    // SAFETY: the caller's promise.
+    unsafe { finish(level, &task.out, inputs.count, task.rows, rows, task.finish) };
+}

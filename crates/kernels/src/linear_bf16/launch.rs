@@ -1,0 +1,34 @@
+//! Checks the arguments against each other and runs them on the queue's backend.
+
+use super::{Args, cpu};
+use crate::linear::Finish;
+use tf_device::{LaunchError, Queue};
+
+/// Computes every product of the launch; `rows` 0 is no work.
+///
+/// # Errors
+/// [`LaunchError::Shape`] when a buffer or a weight disagrees with the others; nothing is written then.
+pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
+    let Some(first) = args.products.first() else { return Ok(()) };
+    let columns = first.weights.columns();
+    LaunchError::check_room("the length of x", args.x.f32().len(), args.rows * columns)?;
+    for product in args.products.iter() {
+        let weights = product.weights;
+        LaunchError::check_shape("a weight's column count", weights.columns(), columns)?;
+        LaunchError::check_room("the length of out", product.out.f32().len(), args.rows * weights.rows())?;
+        if product.finish == Finish::Qdq8 {
+            let whole_blocks = weights.rows().next_multiple_of(crate::quantise::BLOCK);
+            LaunchError::check_shape(
+                "the row count of a weight whose output is quantised",
+                weights.rows(),
+                whole_blocks,
+            )?;
+        }
+    }
+    if args.rows == 0 {
+        return Ok(());
+    }
+    match queue {
+        Queue::Cpu(queue) => cpu::run(queue, args),
+    }
+}

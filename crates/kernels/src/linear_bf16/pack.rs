@@ -1,0 +1,122 @@
+//! Checkpoint bytes -> aligned rows padded to whole groups, and back.
+
+use crate::pack::{PackError, check_length, check_multiple};
+use tf_device::{Buffer, Device};
+
+/// Columns of one step of the summation order.
+const GROUP: usize = 32;
+
+/// How the weight is stored, in the checkpoint and packed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Dtype {
+    Bf16,
+    F32,
+}
+
+impl Dtype {
+    pub const fn bytes(self) -> usize {
+        match self {
+            Dtype::Bf16 => 2,
+            Dtype::F32 => 4,
+        }
+    }
+}
+
+/// A packed unquantised weight: `[rows, columns rounded up to 32]`, the padding zero.
+#[derive(Debug)]
+pub struct Weights {
+    rows: usize,
+    columns: usize,
+    dtype: Dtype,
+    values: Buffer,
+}
+
+impl Weights {
+    /// Packs `weight`: `[rows, columns]`, little-endian, at any alignment.
+    ///
+    /// # Errors
+    /// [`PackError`] when the byte count differs from the shape or the device has no room.
+    pub fn pack(
+        device: &Device,
+        weight: &[u8],
+        dtype: Dtype,
+        rows: usize,
+        columns: usize,
+    ) -> Result<Weights, PackError> {
+        check_multiple("the weight's row count", rows, 1)?;
+        check_multiple("the weight's column count", columns, 1)?;
+        check_length("the weight", weight, rows * columns * dtype.bytes(), rows, columns)?;
+        let stride = columns.next_multiple_of(GROUP);
+        let mut values = Buffer::zeroed(device, rows * stride * dtype.bytes())?;
+        match dtype {
+            Dtype::Bf16 => {
+                for (packed, row) in values.u16_mut().chunks_exact_mut(stride).zip(weight.chunks_exact(columns * 2)) {
+                    for (value, bytes) in packed.iter_mut().zip(row.as_chunks::<2>().0) {
+                        *value = u16::from_le_bytes(*bytes);
+                    }
+                }
+            }
+            Dtype::F32 => {
+                for (packed, row) in values.u32_mut().chunks_exact_mut(stride).zip(weight.chunks_exact(columns * 4)) {
+                    for (value, bytes) in packed.iter_mut().zip(row.as_chunks::<4>().0) {
+                        *value = u32::from_le_bytes(*bytes);
+                    }
+                }
+            }
+        }
+        Ok(Weights { rows, columns, dtype, values })
+    }
+
+    /// The checkpoint's bytes again.
+    pub fn unpack(&self) -> Vec<u8> {
+        match self.dtype {
+            Dtype::Bf16 => {
+                let rows = self.values.u16().chunks_exact(self.stride());
+                rows.flat_map(|row| &row[..self.columns]).flat_map(|value| value.to_le_bytes()).collect()
+            }
+            Dtype::F32 => {
+                let rows = self.values.u32().chunks_exact(self.stride());
+                rows.flat_map(|row| &row[..self.columns]).flat_map(|value| value.to_le_bytes()).collect()
+            }
+        }
+    }
+
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    pub fn columns(&self) -> usize {
+        self.columns
+    }
+
+    pub fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    /// Bytes held on the device.
+    pub fn bytes(&self) -> usize {
+        self.values.len_bytes()
+    }
+
+    /// Bytes that a weight of this shape will hold: for the memory plan.
+    pub const fn bytes_for(dtype: Dtype, rows: usize, columns: usize) -> usize {
+        rows * columns.next_multiple_of(GROUP) * dtype.bytes()
+    }
+
+    /// Values of one packed row.
+    pub(crate) fn stride(&self) -> usize {
+        self.columns.next_multiple_of(GROUP)
+    }
+
+    /// The packed values where they are bf16.
+    pub(crate) fn bf16(&self) -> &[u16] {
+        assert_eq!(self.dtype, Dtype::Bf16);
+        self.values.u16()
+    }
+
+    /// The packed values where they are float32.
+    pub(crate) fn f32(&self) -> &[f32] {
+        assert_eq!(self.dtype, Dtype::F32);
+        self.values.f32()
+    }
+}

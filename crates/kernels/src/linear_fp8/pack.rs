@@ -1,0 +1,95 @@
+//! Checkpoint bytes -> packed codes and float32 scales, and back.
+
+use crate::pack::{PackError, check_length, check_multiple, check_scales};
+use tf_device::{Buffer, Device, LaunchError};
+
+use super::COLUMNS_MAX;
+
+/// Rows and columns of a scale block.
+pub(crate) const BLOCK: usize = 32;
+
+/// A packed FP8 weight: codes `[rows, column_blocks * 32]`, the padding zero, and scales `[row_blocks, column_blocks]`.
+#[derive(Debug)]
+pub struct Weights {
+    rows: usize,
+    columns: usize,
+    codes: Buffer,
+    scales: Buffer,
+}
+
+impl Weights {
+    /// Packs `weight`: `[rows, columns]` E4M3, and `scale`: `[ceil(rows / 32), ceil(columns / 32)]` E8M0.
+    ///
+    /// # Errors
+    /// [`PackError`] when a byte count differs from the shape, a scale or a weight is not a number, or the device has no room.
+    pub fn pack(
+        device: &Device,
+        weight: &[u8],
+        scale: &[u8],
+        rows: usize,
+        columns: usize,
+    ) -> Result<Weights, PackError> {
+        check_multiple("the weight's row count", rows, 1)?;
+        check_multiple("the weight's column count", columns, 1)?;
+        LaunchError::check_limit("the weight's column count", columns, COLUMNS_MAX)?;
+        let (row_blocks, column_blocks) = (rows.div_ceil(BLOCK), columns.div_ceil(BLOCK));
+        check_length("the weight", weight, rows * columns, rows, columns)?;
+        check_length("the scale", scale, row_blocks * column_blocks, row_blocks, column_blocks)?;
+        check_scales(scale, column_blocks)?;
+        // The decoder of the kernels has no NaN.
+        if let Some(at) = weight.iter().position(|code| code & 0x7f == 0x7f) {
+            return Err(PackError::NanWeight { row: at / columns, column: at % columns, code: weight[at] });
+        }
+        let stride = column_blocks * BLOCK;
+        let mut codes = Buffer::zeroed(device, rows * stride)?;
+        for (packed, row) in codes.u8_mut().chunks_exact_mut(stride).zip(weight.chunks_exact(columns)) {
+            packed[..columns].copy_from_slice(row);
+        }
+        let mut scales = Buffer::zeroed_of::<f32>(device, scale.len())?;
+        for (packed, code) in scales.f32_mut().iter_mut().zip(scale) {
+            *packed = crate::linear::scale_value(*code);
+        }
+        Ok(Weights { rows, columns, codes, scales })
+    }
+
+    /// The checkpoint's bytes again: the weight and its scale.
+    pub fn unpack(&self) -> (Vec<u8>, Vec<u8>) {
+        let rows = self.codes.u8().chunks_exact(self.stride());
+        let weight = rows.flat_map(|row| &row[..self.columns]).copied().collect();
+        let scale = self.scales.f32().iter().map(|scale| (scale.to_bits() >> 23) as u8).collect();
+        (weight, scale)
+    }
+
+    pub fn rows(&self) -> usize {
+        self.rows
+    }
+
+    pub fn columns(&self) -> usize {
+        self.columns
+    }
+
+    /// Bytes held on the device.
+    pub fn bytes(&self) -> usize {
+        self.codes.len_bytes() + self.scales.len_bytes()
+    }
+
+    /// Bytes that a weight of this shape will hold: for the memory plan.
+    pub const fn bytes_for(rows: usize, columns: usize) -> usize {
+        let column_blocks = columns.div_ceil(BLOCK);
+        rows * column_blocks * BLOCK + rows.div_ceil(BLOCK) * column_blocks * size_of::<f32>()
+    }
+
+    /// Codes of one packed row.
+    pub(crate) fn stride(&self) -> usize {
+        self.columns.next_multiple_of(BLOCK)
+    }
+
+    pub(crate) fn codes(&self) -> &[u8] {
+        self.codes.u8()
+    }
+
+    /// `[row_blocks, column_blocks]`.
+    pub(crate) fn scales(&self) -> &[f32] {
+        self.scales.f32()
+    }
+}

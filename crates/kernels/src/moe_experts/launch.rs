@@ -1,0 +1,30 @@
+//! Checks the arguments against each other and runs them on the queue's backend.
+
+use super::{Args, cpu};
+use tf_device::{LaunchError, Queue};
+
+/// Writes the mixture of every row; `rows` 0 is no work.
+///
+/// # Errors
+/// [`LaunchError`] when a buffer or a weight disagrees with the others, or a pick names no expert; nothing is written then.
+pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
+    let hidden = args.weights.hidden();
+    let pick_count = args.rows * args.picks;
+    LaunchError::check_room("the length of x", args.x.f32().len(), args.rows * hidden)?;
+    LaunchError::check_room("the length of selected", args.selected.u32().len(), pick_count)?;
+    LaunchError::check_room("the length of routing", args.routing.f32().len(), pick_count)?;
+    LaunchError::check_room("the length of out", args.out.f32().len(), args.rows * hidden)?;
+    for id in &args.selected.u32()[..pick_count] {
+        LaunchError::check_limit(
+            "a picked expert's number, counted from one",
+            *id as usize + 1,
+            args.weights.experts().len(),
+        )?;
+    }
+    if args.rows == 0 {
+        return Ok(());
+    }
+    match queue {
+        Queue::Cpu(queue) => cpu::run(queue, args),
+    }
+}

@@ -1,0 +1,263 @@
+//! Checkpoint bytes -> layout B and its scales, one buffer an expert, and back.
+
+use crate::linear_fp8;
+use crate::pack::{PackError, check_length, check_multiple, check_scales};
+use tf_device::{Buffer, Device, LaunchError};
+
+use super::COLUMNS_MAX;
+
+/// Weights that share one scale, along a row.
+pub(crate) const GROUP: usize = 32;
+/// Weights of one 64-byte piece of layout B.
+pub(crate) const PIECE: usize = 128;
+const PIECE_BYTES: usize = 64;
+
+/// The tensors of one routed expert as the checkpoint stores them: FP4 weights, element `2k` in the low nibble of byte `k`,
+/// and E8M0 scales, one a row and 32 columns.
+#[derive(Clone, Copy, Debug)]
+pub struct ExpertBytes<'a> {
+    /// `[intermediate, hidden / 2]`
+    pub w1: &'a [u8],
+    /// `[intermediate, hidden / 32]`
+    pub w1_scale: &'a [u8],
+    /// `[intermediate, hidden / 2]`
+    pub w3: &'a [u8],
+    /// `[intermediate, hidden / 32]`
+    pub w3_scale: &'a [u8],
+    /// `[hidden, intermediate / 2]`
+    pub w2: &'a [u8],
+    /// `[hidden, intermediate / 32]`
+    pub w2_scale: &'a [u8],
+}
+
+/// One packed routed expert.
+#[derive(Debug)]
+pub struct Expert {
+    hidden: usize,
+    intermediate: usize,
+    buffer: Buffer,
+}
+
+/// The shared expert: three FP8 linears.
+#[derive(Debug)]
+pub struct Shared {
+    /// `[intermediate, hidden]`
+    pub w1: linear_fp8::Weights,
+    /// `[intermediate, hidden]`
+    pub w3: linear_fp8::Weights,
+    /// `[hidden, intermediate]`
+    pub w2: linear_fp8::Weights,
+}
+
+/// The experts of one layer, all of one shape.
+#[derive(Debug)]
+pub struct Weights {
+    experts: Vec<Expert>,
+    shared: Shared,
+}
+
+impl Weights {
+    /// `experts` by expert id.
+    ///
+    /// # Errors
+    /// [`LaunchError::Shape`] when the shapes differ.
+    pub fn new(experts: Vec<Expert>, shared: Shared) -> Result<Weights, LaunchError> {
+        let (hidden, intermediate) = (shared.w1.columns(), shared.w1.rows());
+        LaunchError::check_shape("the shared w3's row count", shared.w3.rows(), intermediate)?;
+        LaunchError::check_shape("the shared w3's column count", shared.w3.columns(), hidden)?;
+        LaunchError::check_shape("the shared w2's row count", shared.w2.rows(), hidden)?;
+        LaunchError::check_shape("the shared w2's column count", shared.w2.columns(), intermediate)?;
+        let whole_blocks = intermediate.next_multiple_of(GROUP);
+        LaunchError::check_shape("the shared expert's intermediate size", intermediate, whole_blocks)?;
+        LaunchError::check_shape("the hidden size", hidden, hidden.next_multiple_of(GROUP))?;
+        for expert in &experts {
+            LaunchError::check_shape("an expert's hidden size", expert.hidden, hidden)?;
+            LaunchError::check_shape("an expert's intermediate size", expert.intermediate, intermediate)?;
+        }
+        Ok(Weights { experts, shared })
+    }
+
+    pub fn experts(&self) -> &[Expert] {
+        &self.experts
+    }
+
+    pub fn shared(&self) -> &Shared {
+        &self.shared
+    }
+
+    pub fn hidden(&self) -> usize {
+        self.shared.w1.columns()
+    }
+
+    pub fn intermediate(&self) -> usize {
+        self.shared.w1.rows()
+    }
+
+    /// Bytes held on the device.
+    pub fn bytes(&self) -> usize {
+        self.experts.iter().map(Expert::bytes).sum::<usize>() + self.shared.bytes()
+    }
+
+    /// Bytes that the experts of one layer will hold: for the memory plan.
+    pub const fn bytes_for(expert_count: usize, hidden: usize, intermediate: usize) -> usize {
+        let up = linear_fp8::Weights::bytes_for(intermediate, hidden);
+        let down = linear_fp8::Weights::bytes_for(hidden, intermediate);
+        expert_count * Expert::bytes_for(hidden, intermediate) + 2 * up + down
+    }
+}
+
+impl Shared {
+    pub fn bytes(&self) -> usize {
+        self.w1.bytes() + self.w3.bytes() + self.w2.bytes()
+    }
+}
+
+/// One FP4 matrix inside an expert's buffer.
+#[derive(Clone, Copy)]
+pub(crate) struct Matrix<'a> {
+    pub columns: usize,
+    /// `[rows, code_stride]`
+    pub codes: &'a [u8],
+    pub code_stride: usize,
+    /// `[rows, columns / 32]`
+    pub scales: &'a [u8],
+}
+
+const fn code_stride(columns: usize) -> usize {
+    columns.div_ceil(PIECE) * PIECE_BYTES
+}
+
+impl Expert {
+    /// Packs one expert. `hidden` and `intermediate` are multiples of 32.
+    ///
+    /// # Errors
+    /// [`PackError`] when a byte count differs from the shape, a scale is not a number, or the device has no room.
+    pub fn pack(
+        device: &Device,
+        bytes: ExpertBytes<'_>,
+        hidden: usize,
+        intermediate: usize,
+    ) -> Result<Expert, PackError> {
+        check_multiple("the hidden size", hidden, GROUP)?;
+        check_multiple("the expert's intermediate size", intermediate, GROUP)?;
+        LaunchError::check_limit("the hidden size", hidden, COLUMNS_MAX)?;
+        LaunchError::check_limit("the expert's intermediate size", intermediate, COLUMNS_MAX)?;
+        let mut expert =
+            Expert { hidden, intermediate, buffer: Buffer::zeroed(device, Expert::bytes_for(hidden, intermediate))? };
+        let matrices = [
+            ("w1", bytes.w1, "the scale of w1", bytes.w1_scale, intermediate, hidden),
+            ("w3", bytes.w3, "the scale of w3", bytes.w3_scale, intermediate, hidden),
+            ("w2", bytes.w2, "the scale of w2", bytes.w2_scale, hidden, intermediate),
+        ];
+        let layout = Layout::of(hidden, intermediate);
+        for (index, (name, weight, scale_name, scale, rows, columns)) in matrices.into_iter().enumerate() {
+            check_length(name, weight, rows * columns / 2, rows, columns / 2)?;
+            check_length(scale_name, scale, rows * columns / GROUP, rows, columns / GROUP)?;
+            check_scales(scale, columns / GROUP)?;
+            let packed = expert.buffer.u8_mut();
+            let codes = &mut packed[layout.codes[index]..][..rows * code_stride(columns)];
+            for (packed, row) in codes.chunks_exact_mut(code_stride(columns)).zip(weight.chunks_exact(columns / 2)) {
+                pack_row(packed, row);
+            }
+            packed[layout.scales[index]..][..scale.len()].copy_from_slice(scale);
+        }
+        Ok(expert)
+    }
+
+    /// The checkpoint's bytes again, in the order of [`ExpertBytes`].
+    pub fn unpack(&self) -> [Vec<u8>; 6] {
+        let mut tensors = Vec::with_capacity(6);
+        for matrix in [self.w1(), self.w3(), self.w2()] {
+            let rows = matrix.codes.chunks_exact(matrix.code_stride);
+            tensors.push(rows.flat_map(|row| unpack_row(row, matrix.columns)).collect());
+            tensors.push(matrix.scales.to_vec());
+        }
+        tensors.try_into().expect("three matrices give six tensors")
+    }
+
+    pub fn hidden(&self) -> usize {
+        self.hidden
+    }
+
+    pub fn intermediate(&self) -> usize {
+        self.intermediate
+    }
+
+    /// Bytes held on the device.
+    pub fn bytes(&self) -> usize {
+        self.buffer.len_bytes()
+    }
+
+    /// Bytes that an expert of this shape will hold: for the memory plan.
+    pub const fn bytes_for(hidden: usize, intermediate: usize) -> usize {
+        Layout::of(hidden, intermediate).total
+    }
+
+    pub(crate) fn w1(&self) -> Matrix<'_> {
+        self.matrix(0, self.intermediate, self.hidden)
+    }
+
+    pub(crate) fn w3(&self) -> Matrix<'_> {
+        self.matrix(1, self.intermediate, self.hidden)
+    }
+
+    pub(crate) fn w2(&self) -> Matrix<'_> {
+        self.matrix(2, self.hidden, self.intermediate)
+    }
+
+    fn matrix(&self, index: usize, rows: usize, columns: usize) -> Matrix<'_> {
+        let layout = Layout::of(self.hidden, self.intermediate);
+        let packed = self.buffer.u8();
+        Matrix {
+            columns,
+            codes: &packed[layout.codes[index]..][..rows * code_stride(columns)],
+            code_stride: code_stride(columns),
+            scales: &packed[layout.scales[index]..][..rows * (columns / GROUP)],
+        }
+    }
+}
+
+/// Where the matrices lie in an expert's buffer, in bytes: w1, w3, w2.
+struct Layout {
+    codes: [usize; 3],
+    scales: [usize; 3],
+    total: usize,
+}
+
+impl Layout {
+    const fn of(hidden: usize, intermediate: usize) -> Layout {
+        let up_codes = intermediate * code_stride(hidden);
+        let down_codes = hidden * code_stride(intermediate);
+        let scales = intermediate * (hidden / GROUP);
+        let end = 2 * up_codes + down_codes;
+        Layout {
+            codes: [0, up_codes, 2 * up_codes],
+            scales: [end, end + scales, end + 2 * scales],
+            total: end + 3 * scales,
+        }
+    }
+}
+
+/// One row from the checkpoint's nibble order to layout B. `packed` is zero and long enough.
+fn pack_row(packed: &mut [u8], row: &[u8]) {
+    for (index, byte) in row.iter().enumerate() {
+        for (half, code) in [byte & 15, byte >> 4].into_iter().enumerate() {
+            let (at, shift) = place(2 * index + half);
+            packed[at] |= code << shift;
+        }
+    }
+}
+
+fn unpack_row(packed: &[u8], columns: usize) -> impl Iterator<Item = u8> + '_ {
+    let code = |column: usize| {
+        let (at, shift) = place(column);
+        (packed[at] >> shift) & 15
+    };
+    (0..columns / 2).map(move |index| code(2 * index) | code(2 * index + 1) << 4)
+}
+
+/// Byte and shift of a column in a row of layout B.
+fn place(column: usize) -> (usize, usize) {
+    let (piece, nibble, lane) = (column / PIECE, column % PIECE / 16, column % 16);
+    (piece * PIECE_BYTES + lane * 4 + nibble / 2, 4 * (nibble % 2))
+}
