@@ -5,6 +5,7 @@ mod safetensors;
 use std::path::Path;
 
 use safetensors::File;
+use tf_kernels::engram::reference::{hashes, seed_words, table_rows};
 use tf_kernels::hyper::reference::{MixConstants, mixes_of_logits};
 use tf_kernels::linear_fp8::reference as linear_fp8;
 use tf_kernels::moe_experts::reference as moe_experts;
@@ -12,7 +13,8 @@ use tf_kernels::numerics_policy::Numerics;
 use tf_kernels::quantise::reference::{quantise_fp4_e4m3, quantise_fp4_e8m0, quantise_fp8};
 use tf_kernels::reference_formats::e4m3_decode;
 use tf_kernels::rope::reference::{Yarn, frequencies, phase};
-use tf_kernels::top_k::reference::candidates;
+use tf_kernels::sample::reference::{Filters, draw, kept, log_softmax};
+use tf_kernels::top_k::reference::{candidates, top_k};
 
 fn units() -> File {
     File::open(&Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/units.safetensors"))
@@ -118,4 +120,72 @@ fn candidate_masks_equal_the_recorded_ones() {
         found.extend(&mask[..columns]);
     }
     assert_eq!(found, units.integers("cand_mask_b3_s4"));
+}
+
+#[test]
+fn engram_hashes_of_the_release_follow_from_its_vocabulary() {
+    let hashes = hashes(&[1, 14], 99092, 16_000_000, 4, 8);
+    let expected = [
+        ([76632096046245, 4839876093313, 35959672319349, 73987337458391], 16000057, 16000463, 384006168),
+        ([67716810739261, 51510806800915, 30921347202721, 82619226485591], 16000477, 16000889, 384016682),
+    ];
+    for (hash, (multipliers, first, last, rows)) in hashes.iter().zip(expected) {
+        assert_eq!(hash.multipliers, multipliers);
+        assert_eq!((hash.primes.first(), hash.primes.last()), (Some(&first), Some(&last)));
+        assert_eq!(hash.primes.iter().sum::<u64>(), rows);
+    }
+    let words = [0x77d32a348ad70d07, 0x993ed609b84a4fa5, 0xd5f972dec8698e49, 0x7d79ebaebcf148de];
+    assert_eq!(seed_words(10007), words);
+}
+
+#[test]
+fn a_blocked_token_hides_everything_behind_it() {
+    let hash = &hashes(&[1], 99092, 16_000_000, 4, 8)[0];
+    let cases = [
+        ([Some(7), None, Some(5), Some(6)], [Some(7), Some(2), Some(2), Some(2)]),
+        ([Some(7), Some(8), None, None], [Some(7), Some(8), Some(2), Some(2)]),
+        ([None, Some(8), Some(9), Some(4)], [Some(2), Some(2), Some(2), Some(2)]),
+    ];
+    for (history, same) in cases {
+        assert_eq!(table_rows(&history, 2, hash), table_rows(&same, 2, hash), "{history:?}");
+    }
+    let open = table_rows(&[Some(7), Some(8), Some(5), Some(6)], 2, hash);
+    assert_ne!(open[..8], table_rows(&[Some(7), None, Some(5), Some(6)], 2, hash)[..8]);
+}
+
+#[test]
+fn top_k_prefers_the_larger_score_and_then_the_smaller_index() {
+    let none = f64::NEG_INFINITY;
+    let cases: [(&[f64], usize, &[u32]); 5] = [
+        (&[1.0, 3.0, 2.0], 2, &[1, 2]),
+        (&[0.0, 0.0, 0.0, 0.0], 2, &[0, 1]),
+        (&[0.0, -1.0, 0.0, 5.0], 2, &[0, 3]),
+        (&[none, -2.0, none], 3, &[1]), // a masked score is never chosen
+        (&[], 3, &[]),
+    ];
+    for (scores, count, expected) in cases {
+        assert_eq!(top_k(scores, count), expected, "{scores:?}");
+    }
+}
+
+#[test]
+fn filters_keep_the_likeliest_tokens() {
+    let logits = [1.0, 3.0, 3.0, f64::NEG_INFINITY, 2.0];
+    let off = Filters { temperature: 1.0, top_k: 0, top_p: 1.0, min_p: 0.0 };
+    let cases: [(Filters, &[u32]); 6] = [
+        (off, &[1, 2, 4, 0]),
+        (Filters { temperature: 0.0, ..off }, &[1]),
+        (Filters { top_k: 2, ..off }, &[1, 2]),
+        (Filters { top_p: 0.5, ..off }, &[1, 2]), // the likeliest has 0.40
+        (Filters { top_p: 0.0, ..off }, &[1]),
+        (Filters { min_p: 0.3, ..off }, &[1, 2, 4]),
+    ];
+    for (filters, expected) in cases {
+        assert_eq!(kept(&logits, filters), expected, "{filters:?}");
+    }
+    assert_eq!(draw(&logits, off, |_| 0.5), Some(1), "equal noise draws the likeliest, the smaller id among equals");
+    assert_eq!(draw(&logits, off, |id| if id == 0 { 0.999 } else { 0.5 }), Some(0), "noise can lift any kept token");
+    assert_eq!(draw(&[f64::NEG_INFINITY], off, |_| 0.5), None);
+    let probabilities: f64 = log_softmax(&logits).into_iter().map(f64::exp).sum();
+    assert!((probabilities - 1.0).abs() < 1e-12);
 }

@@ -37,7 +37,7 @@ pub fn hashes(layer_ids: &[usize], vocabulary: u64, bucket_min: u64, ngram_max: 
 }
 
 fn is_prime(n: u64) -> bool {
-    n >= 2 && (2..).take_while(|d| d * d <= n).all(|d| n % d != 0)
+    n >= 2 && (2..).take_while(|d| d * d <= n).all(|d| !n.is_multiple_of(d))
 }
 
 /// The table rows of one position. `history[s]` is the compressed id of the token `s` positions back, `None` before the

@@ -42,7 +42,7 @@ pub fn moe(x: &[f64], route: &Route, experts: &[Expert], shared: &Expert, limit:
 /// A stored FP4 weight: two columns a byte, the even one in the low half, and one E8M0 scale for 32 columns of a row.
 pub fn dequantise(packed: &[u8], scales: &[u8], inner: usize) -> Vec<f64> {
     let value = |i: usize| {
-        let code = if i % 2 == 0 { packed[i / 2] } else { packed[i / 2] >> 4 };
+        let code = if i.is_multiple_of(2) { packed[i / 2] } else { packed[i / 2] >> 4 };
         e2m1_decode(code) * e8m0_decode(scales[i / inner * (inner / 32) + i % inner / 32])
     };
     (0..2 * packed.len()).map(value).collect()

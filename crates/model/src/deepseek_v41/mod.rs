@@ -2,5 +2,6 @@
 
 pub mod engram;
 pub mod pages;
+pub mod reference;
 pub mod rows;
 pub mod shape;
