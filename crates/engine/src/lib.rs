@@ -1,4 +1,29 @@
 //! All decisions: which rows run, what is kept, when a reply ends. Knows no device, dtype or HTTP type.
+//!
+//! A round is five steps: `plan` decides (pure), the model computes, `verify` judges (pure), `commit` writes (and nothing
+//! else does), `State::check` asserts what must always hold. A reply is a pure function of its request; how rounds are
+//! cut, who shares them and how many drafts they hold changes only how long it takes.
 
+pub mod channel;
+pub mod clock;
+pub mod commit;
+pub mod depth;
+pub mod engine;
+pub mod limits;
 pub mod model;
+pub mod plan;
 pub mod request;
+pub mod round;
+pub mod sequence;
+pub mod slots;
+pub mod state;
+pub mod stats;
+pub mod testing;
+pub mod verify;
+
+pub use channel::{Batch, TokenRow};
+pub use clock::{Clock, Time, VirtualClock, WallClock};
+pub use engine::{Engine, EngineHandle, Lifecycle, Reply, spawn};
+pub use limits::{DraftPolicy, EngineLimits, LimitsError};
+pub use request::{FinishReason, Finished, Position, ReplyStats, Request, RequestId, Sampling, SubmitError};
+pub use stats::EngineStats;

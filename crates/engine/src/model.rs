@@ -47,11 +47,12 @@ pub struct Window {
     pub prompt_end: Position,
     /// Every row's logits may be asked for: no halo.
     pub whole: bool,
-    /// Which rows are drawn, as indices into the window. Empty for a prompt piece that isn't the last.
+    /// Which rows are drawn, as indices into the window. Empty for a prompt piece that isn't the last, unless the
+    /// prompt is scored.
     pub draw: Range<usize>,
     /// `Some(n)`: log-probabilities of the drawn token and of the `n` likeliest, for each drawn row.
     pub logprobs: Option<u32>,
-    /// Index of this window's settings and history in `RoundInput`.
+    /// Index of this window's settings and history in `sequences`.
     pub sequence: usize,
 }
 
@@ -70,7 +71,9 @@ pub struct DrawnRow {
     pub token: TokenId,
     /// Log-probability of `token` from the raw row at temperature 1; 0 where none was asked for.
     pub logprob: f32,
-    /// Log-probability of the window's next token where one is there (prompt scoring); 0 otherwise.
+    /// Log-probability of the prompt's token at the next position, from the raw row at temperature 1; 0 where the row
+    /// is the prompt's last or later, or none was asked for. It is read from the prompt and not from the window, so
+    /// that scoring doesn't depend on where a prompt is cut.
     pub next_logprob: f32,
     /// Range in `Drawn::top`.
     pub top_start: u32,

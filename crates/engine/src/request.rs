@@ -1,6 +1,12 @@
 //! What a client asks of the engine and what it hears back.
 
+use std::sync::Arc;
+use std::time::Duration;
+
 use tf_text::TokenId;
+
+use crate::clock::Time;
+use crate::limits::DRAFTS_MAX;
 
 /// Absolute index of a token in its sequence.
 pub type Position = u32;
@@ -48,4 +54,132 @@ impl Sampling {
     pub fn needs_history(&self) -> bool {
         self.frequency_penalty != 0.0 || self.presence_penalty != 0.0 || self.repetition_penalty != 1.0
     }
+}
+
+/// Names a request for as long as the engine lives. Given out in the order of submission.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct RequestId(pub u64);
+
+/// One reply that a client wants. Several choices are several requests that differ in their seed.
+///
+/// Stop strings are not here: text is the business of the request's own task. It reads committed tokens, cuts the reply
+/// after the first token that completes a stop string and cancels the rest. That cut depends on the tokens alone, so
+/// the reply is the same however many tokens a round committed beyond it.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Request {
+    /// At least one token. Shared by the choices of one prompt.
+    pub prompt: Arc<[TokenId]>,
+    pub sampling: Sampling,
+    /// Reply tokens at most; the prompt and these fit the context together. 0 computes the prompt only.
+    pub max_tokens: u32,
+    /// The reply ends with the first of these: end tokens (unless they are ignored) and stop ids.
+    pub end_ids: Vec<TokenId>,
+    /// At most this many drafts a window; `Some(0)` is one row a round, the serial reference.
+    pub draft_max: Option<u32>,
+    /// `Some(n)`: log-probabilities of each reply token and of the `n` likeliest beside it.
+    pub logprobs: Option<u32>,
+    /// Log-probabilities of the prompt's tokens too; needs `logprobs`.
+    pub score_prompt: bool,
+    /// The reply ends here, finished or not.
+    pub deadline: Option<Time>,
+}
+
+impl Request {
+    /// A greedy request without any rule.
+    pub fn greedy(prompt: &[TokenId], max_tokens: u32) -> Self {
+        Request {
+            prompt: prompt.into(),
+            sampling: Sampling::greedy(),
+            max_tokens,
+            end_ids: Vec::new(),
+            draft_max: None,
+            logprobs: None,
+            score_prompt: false,
+            deadline: None,
+        }
+    }
+}
+
+/// Why a reply ended. Each request gets exactly one.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum FinishReason {
+    /// One of `end_ids` was drawn; it is the reply's last token.
+    Stop(TokenId),
+    /// `max_tokens` reply tokens exist.
+    Length,
+    /// The client asked for it, or is gone.
+    Cancelled,
+    /// The reader was too far behind.
+    SlowReader,
+    /// The request's own deadline passed.
+    Deadline,
+    /// No slot became free in time.
+    QueueTimeout,
+    /// The engine stopped before the reply was finished.
+    Stopped,
+    /// The forward that computed this reply failed.
+    Failed(String),
+    /// Nothing can be computed any more.
+    DeviceLost(String),
+}
+
+impl FinishReason {
+    /// Whether the reply is complete, as opposed to broken off.
+    pub fn is_complete(&self) -> bool {
+        match self {
+            FinishReason::Stop(_) | FinishReason::Length => true,
+            FinishReason::Cancelled
+            | FinishReason::SlowReader
+            | FinishReason::Deadline
+            | FinishReason::QueueTimeout
+            | FinishReason::Stopped
+            | FinishReason::Failed(_)
+            | FinishReason::DeviceLost(_) => false,
+        }
+    }
+}
+
+/// What one reply took. Counts of drafts and rounds may differ from run to run; tokens may not.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ReplyStats {
+    pub prompt_tokens: u32,
+    pub reply_tokens: u32,
+    /// Prompt positions that were restored and not computed.
+    pub cached_tokens: u32,
+    /// From submission to a slot.
+    pub queue: Duration,
+    /// From the slot to the end of the prompt.
+    pub prefill: Duration,
+    /// From the first token to the last.
+    pub decode: Duration,
+    /// Rounds that held a verify window of this reply.
+    pub windows: u32,
+    pub drafted: u32,
+    pub accepted: u32,
+    pub drafted_per_position: [u32; DRAFTS_MAX],
+    pub accepted_per_position: [u32; DRAFTS_MAX],
+}
+
+/// The last thing a request hears.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Finished {
+    pub reason: FinishReason,
+    pub stats: ReplyStats,
+}
+
+/// Why a request was not taken.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SubmitError {
+    #[error("the prompt is empty; a model needs at least one token")]
+    EmptyPrompt,
+    #[error("the prompt has {prompt} tokens and {max_tokens} more are asked for, the context has {context}")]
+    TooLong { prompt: usize, max_tokens: u32, context: u32 },
+    #[error("token {token} is outside the vocabulary of {vocab_size}")]
+    UnknownToken { token: TokenId, vocab_size: u32 },
+    #[error("all {waiting} places of the queue are taken")]
+    QueueFull { waiting: u32, retry_after: Duration },
+    #[error("the engine is draining and takes no new requests")]
+    Draining,
+    #[error("the engine has stopped: {0}")]
+    Stopped(String),
 }

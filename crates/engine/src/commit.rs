@@ -1,0 +1,256 @@
+//! The only writer: admits requests, takes over a round's verdict, ends replies.
+
+use tf_text::TokenId;
+
+use crate::clock::Time;
+use crate::depth::Acceptance;
+use crate::limits::DRAFTS_MAX;
+use crate::model::{Drawn, DrawnRow};
+use crate::plan::Plan;
+use crate::request::{FinishReason, Finished, Position, ReplyStats, RequestId};
+use crate::sequence::Sequence;
+use crate::state::{State, Waiting};
+use crate::stats::EngineStats;
+use crate::verify::Accepted;
+
+/// Puts a request at the end of the queue.
+pub fn enqueue(state: &mut State, waiting: Waiting) {
+    state.stats.requests += 1;
+    state.stats.prompt_tokens += waiting.request.prompt.len() as u64;
+    waiting.sender.queue_position(state.queue.len() as u32 + 1);
+    state.queue.push_back(waiting);
+    publish_load(state);
+}
+
+/// Ends what has waited or run too long, then gives free slots to the head of the queue.
+pub fn admit(state: &mut State, now: Time) {
+    for index in (0..state.sequences.len()).rev() {
+        if state.sequences[index].request.deadline.is_some_and(|deadline| deadline <= now) {
+            end_sequence(state, index, FinishReason::Deadline, now);
+        }
+    }
+    for index in (0..state.queue.len()).rev() {
+        let waiting = &state.queue[index];
+        if waiting.request.deadline.is_some_and(|deadline| deadline <= now) {
+            end_waiting(state, index, FinishReason::Deadline, now);
+        } else if state.slots.free_count() == 0 && now.since(waiting.submitted) > state.limits.queue_timeout {
+            end_waiting(state, index, FinishReason::QueueTimeout, now);
+        }
+    }
+    let waiting_before = state.queue.len();
+    while let Some(id) = state.queue.front().map(|waiting| waiting.id)
+        && let Some(slot) = state.slots.take(id)
+    {
+        let waiting = state.queue.pop_front().expect("the front was read above");
+        let queue = now.since(waiting.submitted);
+        waiting.sender.queue_position(0);
+        waiting.sender.started();
+        state.stats.queue_time += queue;
+        let prompt_tokens = waiting.request.prompt.len() as u32;
+        state.sequences.push(Sequence {
+            id,
+            slot,
+            reply: Vec::with_capacity(waiting.request.max_tokens.min(4096) as usize),
+            request: waiting.request,
+            computed: 0,
+            drafts: Vec::with_capacity(DRAFTS_MAX),
+            confidence: Vec::with_capacity(DRAFTS_MAX),
+            passed_over: 0,
+            acceptance: Acceptance::default(),
+            started: now,
+            first_token: None,
+            stats: ReplyStats { prompt_tokens, queue, ..ReplyStats::default() },
+            sender: waiting.sender,
+        });
+    }
+    if state.queue.len() != waiting_before {
+        renumber(state);
+    }
+    publish_load(state);
+}
+
+/// Ends the request at once, wherever it is. Unknown ids are requests that have ended.
+pub fn cancel(state: &mut State, id: RequestId, now: Time) {
+    if let Some(index) = state.sequences.iter().position(|sequence| sequence.id == id) {
+        end_sequence(state, index, FinishReason::Cancelled, now);
+    } else if let Some(index) = state.queue.iter().position(|waiting| waiting.id == id) {
+        end_waiting(state, index, FinishReason::Cancelled, now);
+        renumber(state);
+    }
+    publish_load(state);
+}
+
+/// Ends every request with `reason`.
+pub fn end_all(state: &mut State, reason: &FinishReason, now: Time) {
+    for index in (0..state.sequences.len()).rev() {
+        end_sequence(state, index, reason.clone(), now);
+    }
+    for index in (0..state.queue.len()).rev() {
+        end_waiting(state, index, reason.clone(), now);
+    }
+    publish_load(state);
+}
+
+/// Ends the sequences of a plan whose forward failed; the others go on.
+pub fn fail(state: &mut State, plan: &Plan, message: &str, now: Time) {
+    state.stats.forward_failures += 1;
+    for index in (0..state.sequences.len()).rev() {
+        if plan.round.windows.iter().any(|window| window.sequence == index) {
+            end_sequence(state, index, FinishReason::Failed(message.to_string()), now);
+        }
+    }
+    publish_load(state);
+}
+
+/// Takes over the verdict on every window: tokens, statistics, endings.
+pub fn commit(state: &mut State, plan: &Plan, drawn: &Drawn, accepted: &[Accepted], now: Time) {
+    let (prompt_rows, reply_rows) = plan.row_counts();
+    state.stats.rounds += 1;
+    state.stats.prompt_rows += prompt_rows as u64;
+    state.stats.reply_rows += reply_rows as u64;
+    if prompt_rows > 0 {
+        count_passed_over(state, plan);
+    }
+    assert_eq!(accepted.len(), plan.round.windows.len(), "a window without a verdict");
+    for (index, verdict) in accepted.iter().enumerate() {
+        let window = &plan.round.windows[index];
+        let rows = &drawn.rows[drawn.windows[index].clone()];
+        let sequence = &mut state.sequences[window.sequence];
+        assert_eq!(sequence.computed, window.start, "a window that doesn't continue its sequence");
+        sequence.computed = verdict.kept;
+        match plan.drafts[index] {
+            Some(draft_count) => {
+                count_verdict(sequence, &mut state.stats, draft_count as usize, verdict);
+                let judged = verdict.judged as usize;
+                state.pace.record_verdict(verdict.accepted as usize, &sequence.confidence[..judged]);
+            }
+            None if window.whole => send_prompt_rows(sequence, window.start, rows, drawn),
+            None => {}
+        }
+        sequence.drafts.clear();
+        sequence.confidence.clear();
+
+        let first = verdict.first_row as usize;
+        let tokens = &rows[first..first + verdict.token_count as usize];
+        sequence.reply.extend(tokens.iter().map(|row| row.token));
+        state.stats.reply_tokens += tokens.len() as u64;
+        if !tokens.is_empty() && sequence.first_token.is_none() {
+            sequence.first_token = Some(now);
+        }
+        let behind = !tokens.is_empty() && sequence.sender.tokens(tokens, &drawn.top, now).is_err();
+        if behind {
+            state.endings.push((window.sequence, FinishReason::SlowReader));
+        } else if let Some(reason) = &verdict.finish {
+            state.endings.push((window.sequence, reason.clone()));
+        }
+    }
+    // From the last to the first, so that the indices before stay valid.
+    state.endings.sort_unstable_by_key(|&(index, _)| index);
+    while let Some((index, reason)) = state.endings.pop() {
+        end_sequence(state, index, reason, now);
+    }
+    publish_load(state);
+}
+
+/// Stores the first `count` of what the drafter proposes for the window to come.
+pub fn propose(state: &mut State, index: usize, count: usize, tokens: &[TokenId], confidence: &[f32]) {
+    let sequence = &mut state.sequences[index];
+    assert!(!sequence.is_prefilling(), "drafts before the prompt is computed");
+    assert!((count as u32) < sequence.remaining(), "drafts beyond the reply's end");
+    sequence.drafts.clear();
+    sequence.drafts.extend_from_slice(&tokens[..count]);
+    sequence.confidence.clear();
+    sequence.confidence.extend_from_slice(&confidence[..count]);
+    let pace = &state.pace;
+    let untried = confidence[count..].iter().map(|&confidence| pace.corrected(confidence));
+    sequence.acceptance.record_untried(count, untried);
+}
+
+fn count_verdict(sequence: &mut Sequence, stats: &mut EngineStats, draft_count: usize, verdict: &Accepted) {
+    let accepted = verdict.accepted as usize;
+    sequence.stats.windows += 1;
+    sequence.stats.drafted += draft_count as u32;
+    sequence.stats.accepted += accepted as u32;
+    sequence.acceptance.record(accepted, verdict.judged as usize);
+    stats.draft_windows += u64::from(draft_count > 0);
+    stats.drafted += draft_count as u64;
+    stats.accepted += accepted as u64;
+    for position in 0..draft_count {
+        sequence.stats.drafted_per_position[position] += 1;
+        stats.drafted_per_position[position] += 1;
+        if position < accepted {
+            sequence.stats.accepted_per_position[position] += 1;
+            stats.accepted_per_position[position] += 1;
+        }
+    }
+}
+
+fn send_prompt_rows(sequence: &Sequence, start: Position, rows: &[DrawnRow], drawn: &Drawn) {
+    let scored = rows.iter().enumerate().filter_map(|(index, row)| {
+        let token = *sequence.request.prompt.get(start as usize + index + 1)?;
+        let top = &drawn.top[row.top_start as usize..(row.top_start + row.top_count) as usize];
+        Some((token, row.next_logprob, top))
+    });
+    sequence.sender.prompt_rows(scored);
+}
+
+fn count_passed_over(state: &mut State, plan: &Plan) {
+    for (index, sequence) in state.sequences.iter_mut().enumerate() {
+        if sequence.is_prefilling() {
+            let has_rows = plan.round.windows.iter().any(|window| window.sequence == index);
+            sequence.passed_over = if has_rows { 0 } else { sequence.passed_over + 1 };
+        }
+    }
+}
+
+fn end_sequence(state: &mut State, index: usize, reason: FinishReason, now: Time) {
+    let mut sequence = state.sequences.remove(index);
+    state.slots.free(sequence.slot, sequence.id);
+    state.released.push(sequence.slot);
+    let first_token = sequence.first_token.unwrap_or(now);
+    sequence.stats.reply_tokens = sequence.reply.len() as u32;
+    sequence.stats.prefill = first_token.since(sequence.started);
+    sequence.stats.decode = now.since(first_token);
+    state.stats.prefill_time += sequence.stats.prefill;
+    state.stats.decode_time += sequence.stats.decode;
+    count_ending(&mut state.stats, &reason, now);
+    sequence.sender.finish(Finished { reason, stats: sequence.stats });
+}
+
+fn end_waiting(state: &mut State, index: usize, reason: FinishReason, now: Time) {
+    let Some(waiting) = state.queue.remove(index) else { return };
+    let stats = ReplyStats {
+        prompt_tokens: waiting.request.prompt.len() as u32,
+        queue: now.since(waiting.submitted),
+        ..ReplyStats::default()
+    };
+    count_ending(&mut state.stats, &reason, now);
+    waiting.sender.finish(Finished { reason, stats });
+}
+
+fn count_ending(stats: &mut EngineStats, reason: &FinishReason, now: Time) {
+    if reason.is_complete() {
+        stats.completed += 1;
+    } else {
+        stats.broken_off += 1;
+    }
+    if let Some(last) = stats.last_ending {
+        let interval = now.since(last);
+        let mean = stats.ending_interval;
+        stats.ending_interval = if mean.is_zero() { interval } else { (mean * 7 + interval) / 8 };
+    }
+    stats.last_ending = Some(now);
+}
+
+fn renumber(state: &mut State) {
+    for (index, waiting) in state.queue.iter().enumerate() {
+        waiting.sender.queue_position(index as u32 + 1);
+    }
+}
+
+fn publish_load(state: &mut State) {
+    let prefilling = state.sequences.iter().filter(|sequence| sequence.is_prefilling()).count();
+    state.stats.prefilling = prefilling as u32;
+    state.stats.decoding = (state.sequences.len() - prefilling) as u32;
+    state.stats.waiting = state.queue.len() as u32;
+}

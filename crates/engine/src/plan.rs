@@ -1,0 +1,135 @@
+//! Decides which rows run in the next round. Pure: reads the state, returns a plan, changes nothing.
+//!
+//! Rows of running replies come before prompt rows, so that a long prompt can't stall them. How a prompt is cut is free:
+//! bits don't depend on it. Knows rows only by count; bytes and devices belong to the model.
+
+use crate::limits::{PASSED_OVER_MAX, PROMPT_ROWS_MIN, PROMPT_ROWS_UNTIMED};
+use crate::model::{RoundPlan, Window};
+use crate::sequence::Sequence;
+use crate::state::State;
+
+/// A round's rows. Reused from round to round.
+#[derive(Clone, Debug, Default)]
+pub struct Plan {
+    pub round: RoundPlan,
+    /// For each window, how many of its rows are drafts; `None` for a piece of a prompt.
+    pub drafts: Vec<Option<u32>>,
+    /// Scratch: prompts in the order in which they are served.
+    order: Vec<usize>,
+}
+
+impl Plan {
+    fn clear(&mut self) {
+        self.round.tokens.clear();
+        self.round.windows.clear();
+        self.drafts.clear();
+        self.order.clear();
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.round.windows.is_empty()
+    }
+
+    /// Rows of prompts, and rows of replies.
+    pub fn row_counts(&self) -> (usize, usize) {
+        let rows = |prompt: bool| {
+            let windows = self.round.windows.iter().zip(&self.drafts);
+            windows.filter(|(_, drafts)| drafts.is_none() == prompt).map(|(window, _)| window.rows.len()).sum()
+        };
+        (rows(true), rows(false))
+    }
+}
+
+/// Fills `plan` with the next round.
+pub fn plan(state: &State, plan: &mut Plan) {
+    plan.clear();
+    let decoding = state.sequences.iter().filter(|sequence| !sequence.is_prefilling()).count() as u32;
+    let prefilling = state.sequences.len() as u32 - decoding;
+    let mut rows_left = state.limits.round_rows - decoding;
+    // Drafts are optional rows: while a prompt waits they take at most half of what is left.
+    let mut draft_rows_left = if prefilling > 0 { rows_left / 2 } else { rows_left };
+
+    for (index, sequence) in state.sequences.iter().enumerate() {
+        if sequence.is_prefilling() {
+            continue;
+        }
+        let draft_count = (sequence.drafts.len() as u32).min(draft_rows_left);
+        draft_rows_left -= draft_count;
+        rows_left -= draft_count;
+        push_reply(plan, index, sequence, draft_count);
+    }
+
+    if prefilling == 0 {
+        return;
+    }
+    let mut prompt_rows_left = rows_left;
+    if decoding > 0
+        && let Some(gap) = state.limits.decode_gap
+    {
+        let timed = state.pace.prompt_rows_within(gap, plan.row_counts().1);
+        prompt_rows_left = prompt_rows_left.min(timed.unwrap_or(PROMPT_ROWS_UNTIMED).max(PROMPT_ROWS_MIN));
+    }
+    plan.order.extend((0..state.sequences.len()).filter(|&index| state.sequences[index].is_prefilling()));
+    plan.order.sort_unstable_by_key(|&index| {
+        let sequence = &state.sequences[index];
+        (sequence.passed_over < PASSED_OVER_MAX, sequence.prompt_rows_left(), sequence.id)
+    });
+    for order_index in 0..plan.order.len() {
+        let index = plan.order[order_index];
+        let sequence = &state.sequences[index];
+        let row_count = sequence.prompt_rows_left().min(state.limits.prompt_chunk).min(prompt_rows_left);
+        if row_count == 0 {
+            break;
+        }
+        prompt_rows_left -= row_count;
+        push_prompt(plan, index, sequence, row_count);
+    }
+}
+
+fn push_reply(plan: &mut Plan, index: usize, sequence: &Sequence, draft_count: u32) {
+    let pending = *sequence.reply.last().expect("a computed prompt has its first token, checked after every round");
+    let first = plan.round.tokens.len();
+    plan.round.tokens.push(pending);
+    plan.round.tokens.extend_from_slice(&sequence.drafts[..draft_count as usize]);
+    let row_count = plan.round.tokens.len() - first;
+    plan.round.windows.push(Window {
+        slot: sequence.slot,
+        start: sequence.computed,
+        rows: first..first + row_count,
+        prompt_end: sequence.computed,
+        whole: false,
+        draw: 0..row_count,
+        logprobs: sequence.request.logprobs,
+        sequence: index,
+    });
+    plan.drafts.push(Some(draft_count));
+}
+
+fn push_prompt(plan: &mut Plan, index: usize, sequence: &Sequence, row_count: u32) {
+    let start = sequence.computed;
+    let end = start + row_count;
+    let is_last = end == sequence.prompt_length();
+    let first = plan.round.tokens.len();
+    let row_count = row_count as usize;
+    plan.round.tokens.extend_from_slice(&sequence.request.prompt[start as usize..end as usize]);
+    // The prompt's last row scores nothing; it is drawn for the reply's first token, if one is wanted.
+    let draw_end = if is_last && sequence.request.max_tokens == 0 { row_count - 1 } else { row_count };
+    let draw = if sequence.request.score_prompt {
+        0..draw_end
+    } else if is_last {
+        row_count - 1..draw_end
+    } else {
+        0..0
+    };
+    plan.round.windows.push(Window {
+        slot: sequence.slot,
+        start,
+        rows: first..first + row_count,
+        prompt_end: sequence.prompt_length(),
+        whole: sequence.request.score_prompt,
+        draw,
+        logprobs: sequence.request.logprobs,
+        sequence: index,
+    });
+    plan.drafts.push(None);
+}

@@ -1,0 +1,76 @@
+//! One request while it is served: what is computed, what is committed, what is guessed.
+
+use tf_text::TokenId;
+
+use crate::channel::Sender;
+use crate::clock::Time;
+use crate::depth::Acceptance;
+use crate::model::{SequenceView, SlotIndex};
+use crate::request::{Position, ReplyStats, Request, RequestId};
+
+/// A request with a slot.
+pub struct Sequence {
+    pub id: RequestId,
+    pub slot: SlotIndex,
+    pub request: Request,
+    /// Committed reply tokens. The last one is pending: the model hasn't run it yet.
+    pub reply: Vec<TokenId>,
+    // [0, computed) is held by the model; [computed, prompt + reply) is known and not yet run.
+    pub computed: Position,
+    /// Proposals for what follows the pending token. Never committed without the target's own draw.
+    pub drafts: Vec<TokenId>,
+    /// What the drafter expects of each draft.
+    pub confidence: Vec<f32>,
+    /// Rounds that gave prompt rows to others and none to this prompt.
+    pub passed_over: u32,
+    pub acceptance: Acceptance,
+    pub started: Time,
+    pub first_token: Option<Time>,
+    pub stats: ReplyStats,
+    pub sender: Sender,
+}
+
+impl Sequence {
+    pub fn prompt_length(&self) -> Position {
+        self.request.prompt.len() as Position
+    }
+
+    pub fn is_prefilling(&self) -> bool {
+        self.computed < self.prompt_length()
+    }
+
+    pub fn prompt_rows_left(&self) -> u32 {
+        self.prompt_length().saturating_sub(self.computed)
+    }
+
+    /// Reply tokens that may still come.
+    pub fn remaining(&self) -> u32 {
+        self.request.max_tokens - self.reply.len() as u32
+    }
+
+    pub fn view(&self) -> SequenceView<'_> {
+        SequenceView { sampling: &self.request.sampling, prompt: &self.request.prompt, reply: &self.reply }
+    }
+
+    /// What must hold between rounds.
+    pub fn check(&self) {
+        let prompt = self.prompt_length();
+        let reply = self.reply.len() as u32;
+        assert!(reply <= self.request.max_tokens, "more tokens than asked for");
+        if self.is_prefilling() {
+            assert_eq!(reply, 0, "a reply before its prompt is computed");
+            assert!(self.drafts.is_empty(), "drafts before the prompt is computed");
+        } else {
+            assert!(reply > 0, "a computed prompt without its first token");
+            assert_eq!(self.computed, prompt + reply - 1, "every token but the pending one is computed");
+            assert!(reply < self.request.max_tokens, "a full reply is still served");
+            assert!((self.drafts.len() as u32) < self.remaining(), "drafts beyond the reply's end");
+            assert_eq!(
+                reply,
+                1 + self.stats.windows + self.stats.accepted,
+                "a window commits its drafts and one token"
+            );
+        }
+        assert!(self.stats.accepted <= self.stats.drafted, "more accepted than drafted");
+    }
+}

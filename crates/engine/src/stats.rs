@@ -1,0 +1,43 @@
+//! What the engine has done, as numbers that only grow, and what it is doing now.
+
+use std::time::Duration;
+
+use crate::clock::Time;
+use crate::limits::DRAFTS_MAX;
+
+/// A copy of the engine's counters, taken after a round.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct EngineStats {
+    pub rounds: u64,
+    pub prompt_rows: u64,
+    pub reply_rows: u64,
+    pub reply_tokens: u64,
+    /// Windows that held drafts.
+    pub draft_windows: u64,
+    pub drafted: u64,
+    pub accepted: u64,
+    pub drafted_per_position: [u64; DRAFTS_MAX],
+    pub accepted_per_position: [u64; DRAFTS_MAX],
+    /// Calls of the drafter that failed; the rounds went on without drafts.
+    pub draft_failures: u64,
+    pub forward_failures: u64,
+    pub requests: u64,
+    /// Requests that ended with their whole reply.
+    pub completed: u64,
+    /// Requests that ended otherwise.
+    pub broken_off: u64,
+    pub prompt_tokens: u64,
+    pub queue_time: Duration,
+    pub prefill_time: Duration,
+    pub decode_time: Duration,
+    pub waiting: u32,
+    pub prefilling: u32,
+    pub decoding: u32,
+    pub slots: u32,
+    /// When the round under way began.
+    pub round_since: Option<Time>,
+    pub last_round: Option<Time>,
+    /// Mean time between endings, for telling a refused client when to come again; zero when unknown.
+    pub ending_interval: Duration,
+    pub last_ending: Option<Time>,
+}

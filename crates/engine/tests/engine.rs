@@ -1,0 +1,253 @@
+//! What a request sees of the engine besides its tokens: queue, order, endings, limits, drafting that pays.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tf_engine::commit;
+use tf_engine::model::{Model, ModelLimits};
+use tf_engine::round::{Scratch, run_round};
+use tf_engine::state::State;
+use tf_engine::testing::{Drafter, HistoryModel, HistoryOptions};
+use tf_engine::{Batch, DraftPolicy, Engine, EngineHandle, EngineLimits, FinishReason, Reply, ReplyStats};
+use tf_engine::{Lifecycle, Request, SubmitError, VirtualClock};
+
+const MODEL_LIMITS: ModelLimits =
+    ModelLimits { vocab_size: 32, context: 256, slots: 2, round_rows: 16, draft_block: 5 };
+
+fn engine(options: HistoryOptions, change: impl FnOnce(&mut EngineLimits)) -> (Engine<HistoryModel>, EngineHandle) {
+    let clock = options.clock.as_ref().map_or_else(VirtualClock::new, |(clock, ..)| clock.clone());
+    let mut limits = EngineLimits::for_model(&options.limits);
+    change(&mut limits);
+    Engine::new(HistoryModel::new(options), limits, Arc::new(clock)).expect("these limits fit")
+}
+
+fn options() -> HistoryOptions {
+    HistoryOptions { limits: MODEL_LIMITS, ..HistoryOptions::default() }
+}
+
+/// All of a reply: its tokens, why it ended, what it took.
+fn whole(reply: &mut Reply) -> (Vec<u32>, FinishReason, ReplyStats) {
+    let mut batch = Batch::default();
+    let mut tokens = Vec::new();
+    loop {
+        reply.receive_blocking(&mut batch);
+        tokens.extend(batch.tokens.iter().map(|row| row.token));
+        if let Some(finished) = batch.finished.take() {
+            return (tokens, finished.reason, finished.stats);
+        }
+    }
+}
+
+#[test]
+fn requests_that_can_never_be_served_are_refused_at_once() {
+    let (_engine, handle) = engine(options(), |_| {});
+    let mut biased = Request::greedy(&[1], 1);
+    biased.sampling.logit_bias = vec![(32, 1.0)];
+    let cases = [
+        (Request::greedy(&[], 1), SubmitError::EmptyPrompt),
+        (Request::greedy(&[1; 200], 57), SubmitError::TooLong { prompt: 200, max_tokens: 57, context: 256 }),
+        (Request::greedy(&[1, 32], 1), SubmitError::UnknownToken { token: 32, vocab_size: 32 }),
+        (biased, SubmitError::UnknownToken { token: 32, vocab_size: 32 }),
+    ];
+    for (request, expected) in cases {
+        assert_eq!(handle.submit(request).err(), Some(expected));
+    }
+    // A request may fill the context exactly, drafting or not.
+    assert!(handle.submit(Request::greedy(&[1; 200], 56)).is_ok());
+}
+
+#[test]
+fn a_full_queue_refuses_and_an_ended_request_makes_room() {
+    let (_engine, handle) = engine(options(), |limits| limits.queue = 1);
+    let refused = |result: Result<Vec<Reply>, SubmitError>| matches!(result, Err(SubmitError::QueueFull { .. }));
+    let request = Request::greedy(&[1], 5);
+    let replies = handle.submit_all(vec![request.clone(); 2]).expect("two slots");
+    assert!(refused(handle.submit_all(vec![request.clone(); 2])), "two requests into one place");
+    let waiting = handle.submit(request.clone()).expect("one place in the queue");
+    assert!(refused(handle.submit_all(vec![request.clone()])), "the queue is full");
+    drop(waiting);
+    assert!(handle.submit(request).is_ok(), "a dropped reply gives its place back");
+    drop(replies);
+}
+
+#[test]
+fn limits_that_a_model_cannot_serve_are_all_named() {
+    let model = HistoryModel::new(options());
+    let limits = EngineLimits { slots: 3, context: 1000, prompt_chunk: 0, ..EngineLimits::for_model(&MODEL_LIMITS) };
+    let error = Engine::new(model, limits, Arc::new(VirtualClock::new())).err().expect("three mistakes");
+    assert_eq!(error.mistakes.len(), 3, "{error}");
+}
+
+#[test]
+fn a_drain_finishes_what_is_there_and_takes_nothing_new() {
+    let (engine, handle) = engine(options(), |_| {});
+    let mut replies = handle.submit_all(vec![Request::greedy(&[3, 4], 20); 5]).expect("five requests fit");
+    handle.drain();
+    assert_eq!(handle.submit(Request::greedy(&[1], 1)).err(), Some(SubmitError::Draining));
+    engine.run();
+    for reply in &mut replies {
+        assert_eq!(whole(reply).1, FinishReason::Length);
+    }
+    assert!(matches!(handle.lifecycle(), Lifecycle::Stopped(_)));
+    assert!(matches!(handle.submit(Request::greedy(&[1], 1)), Err(SubmitError::Stopped(_))));
+}
+
+#[test]
+fn a_stop_ends_everything_at_once() {
+    let (engine, handle) = engine(options(), |_| {});
+    let mut replies = handle.submit_all(vec![Request::greedy(&[3, 4], 20); 5]).expect("five requests fit");
+    handle.stop();
+    engine.run();
+    for reply in &mut replies {
+        assert_eq!(whole(reply).1, FinishReason::Stopped);
+    }
+}
+
+#[test]
+fn a_failed_forward_ends_the_sequences_of_its_plan_and_no_other() {
+    // Two slots; the first forward fails. The third request had no slot, so it isn't in the plan.
+    let (engine, handle) = engine(HistoryOptions { failures: vec![0], ..options() }, |_| {});
+    let mut replies = handle.submit_all(vec![Request::greedy(&[3, 4], 20); 3]).expect("three requests fit");
+    handle.drain();
+    engine.run();
+    let reasons: Vec<_> = replies.iter_mut().map(|reply| whole(reply).1).collect();
+    let failed = FinishReason::Failed("as planned".to_string());
+    assert_eq!(reasons, [failed.clone(), failed, FinishReason::Length]);
+}
+
+#[test]
+fn a_lost_device_ends_every_request() {
+    let (engine, handle) = engine(HistoryOptions { lost_at: Some(3), ..options() }, |_| {});
+    let mut replies = handle.submit_all(vec![Request::greedy(&[3, 4], 200); 4]).expect("four requests fit");
+    engine.run();
+    for reply in &mut replies {
+        assert_eq!(whole(reply).1, FinishReason::DeviceLost("as planned".to_string()));
+    }
+    let Err(SubmitError::Stopped(reason)) = handle.submit(Request::greedy(&[1], 1)) else { panic!("taken") };
+    assert!(reason.contains("device is lost"), "{reason}");
+}
+
+#[test]
+fn no_tokens_wanted_computes_the_prompt_only() {
+    let (engine, handle) = engine(options(), |_| {});
+    let mut reply = handle.submit(Request::greedy(&[3; 40], 0)).expect("it fits");
+    let mut scored = Request::greedy(&[3, 5, 7, 9], 0);
+    scored.logprobs = Some(1);
+    scored.score_prompt = true;
+    let mut scored = handle.submit(scored).expect("it fits");
+    handle.drain();
+    engine.run();
+    let (tokens, reason, stats) = whole(&mut reply);
+    assert_eq!((tokens.len(), reason, stats.prompt_tokens), (0, FinishReason::Length, 40));
+    let mut batch = Batch::default();
+    scored.receive_blocking(&mut batch);
+    assert_eq!(batch.prompt.iter().map(|row| row.token).collect::<Vec<_>>(), [5, 7, 9]);
+    assert!(batch.prompt.iter().all(|row| batch.top_of(row).len() == 1));
+}
+
+/// Steps an engine's parts by hand, with a look at the state between rounds.
+struct Bench {
+    state: State,
+    model: HistoryModel,
+    scratch: Scratch,
+    clock: VirtualClock,
+}
+
+impl Bench {
+    fn new(options: HistoryOptions, change: impl FnOnce(&mut EngineLimits)) -> Self {
+        let clock = options.clock.as_ref().map_or_else(VirtualClock::new, |(clock, ..)| clock.clone());
+        let mut limits = EngineLimits::for_model(&options.limits);
+        change(&mut limits);
+        let model = HistoryModel::new(options);
+        Bench { state: State::new(limits, &model.limits()), model, scratch: Scratch::default(), clock }
+    }
+
+    fn submit(&mut self, request: Request) {
+        let id = tf_engine::RequestId(self.state.stats.requests);
+        let waiting = tf_engine::testing::waiting(id, request, &self.clock);
+        commit::enqueue(&mut self.state, waiting);
+    }
+
+    fn round(&mut self) {
+        run_round(&mut self.state, &mut self.model, &self.clock, &mut self.scratch).expect("no loss is planned");
+    }
+}
+
+#[test]
+fn a_short_prompt_overtakes_a_long_one_and_the_long_one_is_not_starved() {
+    let limits = ModelLimits { slots: 2, round_rows: 4, ..MODEL_LIMITS };
+    let mut bench = Bench::new(HistoryOptions { limits, ..options() }, |limits| limits.draft.max = 0);
+    bench.submit(Request::greedy(&[1; 200], 1));
+    let mut longest_wait = 0;
+    let mut wait = 0;
+    let mut long_left = 200;
+    for round in 0.. {
+        assert!(round < 2000, "the long prompt is starved");
+        // A new short prompt whenever the last one has ended: the long one always has the most rows left.
+        if bench.state.sequences.len() < 2 && bench.state.queue.is_empty() {
+            bench.submit(Request::greedy(&[2; 30], 1));
+        }
+        bench.round();
+        let Some(long) = bench.state.sequences.iter().find(|sequence| sequence.id.0 == 0) else { break };
+        wait = if long.prompt_rows_left() == long_left { wait + 1 } else { 0 };
+        long_left = long.prompt_rows_left();
+        longest_wait = longest_wait.max(wait);
+    }
+    assert!(longest_wait >= 7, "the short prompts never went first");
+    assert!(longest_wait <= 8, "passed over {longest_wait} times in a row");
+    assert!(bench.state.stats.completed > 5, "the short prompts waited for the long one");
+}
+
+#[test]
+fn drafts_are_used_where_they_pay_and_left_out_where_they_do_not() {
+    let micro = Duration::from_micros;
+    // A round, a row, a call of the drafter; the drafter; and how many drafts a window should hold on average.
+    let cases = [
+        ("rows are nearly free", micro(1000), micro(1), micro(10), Drafter::Right, 4.0, 5.0),
+        ("every row costs a round", micro(1), micro(1000), micro(10), Drafter::Right, 0.0, 0.4),
+        ("no draft ever lands", micro(1000), micro(100), micro(100), Drafter::Wrong, 0.0, 0.4),
+        ("the drafter takes five rounds", micro(1000), micro(1), micro(6000), Drafter::Right, 0.0, 0.4),
+    ];
+    for (name, round, row, call, drafter, least, most) in cases {
+        let clock = VirtualClock::new();
+        let options = HistoryOptions { drafter, clock: Some((clock, round, row, call)), ..options() };
+        let mut bench = Bench::new(options, |limits| {
+            limits.draft = DraftPolicy { max: 5, adaptive: true, confidence_min: 0.0 };
+        });
+        bench.submit(Request::greedy(&[1, 2, 3], 250));
+        let mut windows = 0;
+        while bench.state.stats.completed == 0 {
+            bench.round();
+            windows += 1;
+        }
+        let mean = bench.state.stats.drafted as f64 / f64::from(windows);
+        assert!((least..=most).contains(&mean), "{name}: {mean} drafts a window");
+    }
+}
+
+#[test]
+fn a_broken_state_is_noticed() {
+    let running = || {
+        let mut bench = Bench::new(options(), |_| {});
+        bench.submit(Request::greedy(&[1, 2, 3], 100));
+        bench.round();
+        bench.round();
+        bench.state.check();
+        bench.state
+    };
+    type Break = fn(&mut State);
+    let breaks: [(&str, Break); 6] = [
+        ("a token too many", |state| state.sequences[0].reply.push(1)),
+        ("a position too few", |state| state.sequences[0].computed -= 1),
+        ("a lost slot", |state| assert!(state.slots.take(tf_engine::RequestId(77)).is_some())),
+        ("a lost request", |state| drop(state.sequences.pop())),
+        ("a request counted twice", |state| state.stats.completed += 1),
+        ("more drafts than room", |state| state.sequences[0].drafts = vec![1; 100]),
+    ];
+    for (name, break_it) in breaks {
+        let mut state = running();
+        break_it(&mut state);
+        let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| state.check()));
+        assert!(result.is_err(), "{name} went unnoticed");
+    }
+}
