@@ -2,15 +2,15 @@
 
 mod common;
 
-use common::forced::{Compressed, Mixed, Selected, Trace, tally};
+use common::forced::{Compressed, Mixed, Selected, Tally, Trace, tally};
 use common::{check, golden, reference};
-use tf_kernels::hyper::reference::tap;
+use tf_kernels::hyper::reference::{Mixes, tap};
 use tf_kernels::kv_compress::reference::visible;
 use tf_kernels::lm_head::reference::lm_head;
 use tf_kernels::numerics_policy::Numerics;
 use tf_kernels::rms_norm::reference::rms_norm;
 use tf_kernels::top_k::reference::{candidates, top_k};
-use tf_model::deepseek_v41::reference::{LayerState, Model, Record};
+use tf_model::deepseek_v41::reference::{Hyper, LayerState, Model, Record};
 
 fn model() -> &'static Model {
     reference(Numerics::Release)
@@ -77,25 +77,49 @@ fn selections_of_every_index_source() {
     assert!(compared > 200, "only {compared} selections compared");
 }
 
-#[test]
-fn hyper_connections_of_every_layer() {
-    let eps = model().dimensions.rms_norm_eps;
-    let tallies = Trace::open().mixes(|inputs| {
+/// What a wrong formula of the hyper-connections would do.
+#[derive(Clone, Copy, PartialEq)]
+enum Fault {
+    None,
+    /// The combination matrix applied with its first index as the target stream.
+    Transposed,
+    /// A sublayer that reads the mix it made itself.
+    Undelayed,
+}
+
+fn mixed(fault: Fault) -> Vec<Tally> {
+    let (eps, hc) = (model().dimensions.rms_norm_eps, model().dimensions.hc_mult);
+    let made = |hyper: &Hyper, streams: &[f64]| -> (Vec<Mixes>, Vec<f64>) {
+        let mut made = model().mixes_rows(hyper, streams);
+        if fault == Fault::Transposed {
+            for mixes in &mut made {
+                mixes.comb = (0..hc * hc).map(|i| mixes.comb[i % hc * hc + i / hc]).collect();
+            }
+        }
+        let mix = made.iter().flat_map(|mixes| mixes.pre.clone()).collect();
+        (made, mix)
+    };
+    let normed = |streams: &[f64], mix: &[f64], weight: &[f64]| {
+        rms_norm(&model().collapse_rows(streams, mix), weight, eps, model().numerics)
+    };
+    Trace::open().mixes(|inputs| {
         let block = &model().weights.layers[inputs.layer];
-        let mix = inputs.mix.clone().unwrap_or_else(|| model().first_mix(64));
-        let normed = |streams: &[f64], mix: &[f64], weight: &[f64]| {
-            rms_norm(&model().collapse_rows(streams, mix), weight, eps, model().numerics)
-        };
-        let attn_in = normed(&inputs.streams, &mix, &block.attn_norm);
-        let made = model().mixes_rows(&block.hc_attn, &inputs.streams);
-        let streams = model().expand_rows(&inputs.attn_out, &inputs.streams, &made);
-        let mix: Vec<f64> = made.into_iter().flat_map(|mixes| mixes.pre).collect();
-        let ffn_in = normed(&streams, &mix, &block.ffn_norm);
-        let made = model().mixes_rows(&block.hc_ffn, &streams);
-        let streams = model().expand_rows(&inputs.ffn_out, &streams, &made);
-        Mixed { attn_in, ffn_in, streams, mix: made.into_iter().flat_map(|mixes| mixes.pre).collect() }
-    });
-    for tally in &tallies {
+        let mix_in = inputs.mix.clone().unwrap_or_else(|| model().first_mix(64));
+        let (made_a, mix_a) = made(&block.hc_attn, &inputs.streams);
+        let streams = model().expand_rows(&inputs.attn_out, &inputs.streams, &made_a);
+        let (made_f, mix_f) = made(&block.hc_ffn, &streams);
+        let (read_a, read_f) = if fault == Fault::Undelayed { (&mix_a, &mix_f) } else { (&mix_in, &mix_a) };
+        Mixed {
+            attn_in: normed(&inputs.streams, read_a, &block.attn_norm),
+            ffn_in: normed(&streams, read_f, &block.ffn_norm),
+            streams: model().expand_rows(&inputs.ffn_out, &streams, &made_f),
+            mix: mix_f,
+        }
+    })
+}
+
+fn require_mixes(tallies: &[Tally]) {
+    for tally in tallies {
         match tally.name.rsplit('.').next() {
             Some("attn_in") => tally.require(64, 0.0),
             Some("ffn_in") => tally.require(63, 1.0),
@@ -104,6 +128,31 @@ fn hyper_connections_of_every_layer() {
             // Float32 values: a step of bfloat16 is far above their rounding.
             _ => tally.require(0, 0.05),
         }
+    }
+}
+
+#[test]
+fn hyper_connections_of_every_layer() {
+    require_mixes(&mixed(Fault::None));
+}
+
+#[test]
+fn wrong_hyper_connections_are_refused() {
+    for fault in [Fault::Transposed, Fault::Undelayed] {
+        let tallies = mixed(fault);
+        assert!(std::panic::catch_unwind(|| require_mixes(&tallies)).is_err());
+    }
+}
+
+#[test]
+fn a_value_that_is_off_or_not_a_number_is_refused() {
+    let expected = vec![1.0, -2.0, 0.5, 4.0];
+    let cases = [(4.0, true), (4.03125, true), (4.0625, false), (f64::NAN, false), (f64::INFINITY, false)];
+    for (value, accepted) in cases {
+        let found = [1.0, -2.0, 0.5, value];
+        let tally = tally("rows", &found, &expected, 2);
+        assert_eq!(std::panic::catch_unwind(|| tally.require(1, 1.0)).is_ok(), accepted, "{value}");
+        assert_eq!(std::panic::catch_unwind(|| tally.require(2, 1.0)).is_ok(), value == 4.0, "{value} in an equal row");
     }
 }
 
