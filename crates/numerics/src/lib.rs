@@ -5,8 +5,11 @@
 //! library is on a path that a reply depends on. Knows nothing of models, devices or threads.
 
 pub mod bf16;
+pub mod fma16;
 pub mod fp8;
 pub mod lanes;
+pub mod math;
 pub mod mxfp4;
 pub mod qdq;
+pub mod rope;
 pub mod sum;
