@@ -1,10 +1,10 @@
-//! Formats and quantise-dequantise points against vectors recorded from outside this project.
+//! Formats, quantise-dequantise points and rotations against vectors recorded from outside this project.
 
 use std::collections::HashMap;
 
 use tf_numerics::lanes::Level;
 use tf_numerics::qdq::{self, Format};
-use tf_numerics::{bf16, fp8};
+use tf_numerics::{bf16, fp8, rope};
 
 /// The tensors of a safetensors file, as (shape, bytes).
 struct Golden(HashMap<String, (Vec<usize>, Vec<u8>)>);
@@ -33,6 +33,9 @@ impl Golden {
     }
     fn f32(&self, name: &str) -> Vec<f32> {
         self.bytes(name).chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap())).collect()
+    }
+    fn i64(&self, name: &str) -> Vec<i64> {
+        self.bytes(name).chunks_exact(8).map(|b| i64::from_le_bytes(b.try_into().unwrap())).collect()
     }
     fn bf16(&self, name: &str) -> Vec<f32> {
         self.bytes(name).chunks_exact(2).map(|b| bf16::to_f32(u16::from_le_bytes(b.try_into().unwrap()))).collect()
@@ -88,5 +91,30 @@ fn stored_rows_are_as_recorded() {
             assert_eq!(got_codes, golden.bytes(codes), "{codes} on {level}");
             assert_eq!(got_scales, golden.bytes(scales), "{scales} on {level}");
         }
+    }
+}
+
+#[test]
+fn rope_angles_of_the_release_are_as_recorded() {
+    let golden = Golden::open();
+    let yarn = rope::Yarn { factor: 16.0, beta_fast: 32.0, beta_slow: 1.0, original_max_position_embeddings: 65536 };
+    let tables = [("plain", rope::frequencies(10_000.0, 64)), ("yarn", rope::yarn_frequencies(160_000.0, 64, yarn))];
+    let positions = golden.i64("rope_positions");
+    assert!(positions.iter().any(|&p| p > 100_000), "large positions are what tells frequencies apart");
+    for (name, frequencies) in tables {
+        let (sin, cos) = (golden.f32(&format!("rope_{name}_sin")), golden.f32(&format!("rope_{name}_cos")));
+        let mut worst = 0f32;
+        for (row, &position) in positions.iter().enumerate() {
+            let (mut s, mut c) = ([0.0; 32], [0.0; 32]);
+            rope::angles(position as u32, &frequencies, &mut s, &mut c);
+            for i in 0..32 {
+                for (got, wanted) in [(s[i], sin[32 * row + i]), (c[i], cos[32 * row + i])] {
+                    let error = (got - wanted).abs();
+                    assert!(error <= 1e-6, "{name} pair {i} at {position}: {got} is not {wanted}");
+                    worst = worst.max(error);
+                }
+            }
+        }
+        println!("{name}: largest difference {worst:e}");
     }
 }
