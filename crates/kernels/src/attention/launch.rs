@@ -1,5 +1,5 @@
 use super::{Args, Span, cpu, scratch_floats};
-use crate::kv_store::{self, check_rope};
+use crate::kv_store::{self, check_head_dim, check_rope};
 use tf_device::{LaunchError, Queue};
 
 /// Computes the attention of every row.
@@ -12,7 +12,7 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
         return Ok(());
     }
     let record = kv_store::record_bytes(shape.head_dim);
-    LaunchError::check_shape("the key's columns", shape.head_dim, shape.head_dim.next_multiple_of(32).max(32))?;
+    check_head_dim(shape.head_dim)?;
     check_rope(args.frequencies.len() * 2, shape.head_dim)?;
     LaunchError::check_room("the queries", args.q.f32().len(), rows * shape.heads * shape.head_dim)?;
     LaunchError::check_room("the attention output", args.out.f32().len(), rows * shape.heads * shape.head_dim)?;

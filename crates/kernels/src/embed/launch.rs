@@ -10,8 +10,10 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     if rows == 0 {
         return Ok(());
     }
+    LaunchError::check_shape("the embedding's columns", args.columns, args.columns.max(1))?;
+    LaunchError::check_shape("the streams", args.streams, args.streams.max(1))?;
     let table = args.table.u16().len();
-    let vocabulary = table / args.columns.max(1);
+    let vocabulary = table / args.columns;
     LaunchError::check_shape("the embedding table's length", table, vocabulary * args.columns)?;
     let largest = *args.ids.iter().max().expect("there is a row") as usize;
     LaunchError::check_limit("a token id", largest, vocabulary.saturating_sub(1))?;

@@ -13,7 +13,7 @@ mod cpu;
 mod launch;
 pub mod reference;
 
-// pub(crate) use cpu::Block;
+pub(crate) use cpu::{Block, decode_block, decode_dwords, decode_scales};
 pub(crate) use launch::check_key_cache;
 pub use launch::launch;
 
@@ -39,6 +39,7 @@ pub struct Args<'a> {
     /// `[head_dim]` f32.
     pub norm: &'a Buffer,
     pub eps: f32,
+    /// Their places in the cache are this launch's alone.
     pub entries: &'a [EntryInfo],
     pub ratio: u32,
     /// `[rope_dim / 2]`.

@@ -1,5 +1,5 @@
 use super::{Args, cpu, raw_columns, record_bytes};
-use crate::kv_store::check_rope;
+use crate::kv_store::{check_head_dim, check_rope};
 use tf_device::{LaunchError, Queue};
 
 /// Publishes the completed entries, writes their latents and keeps the raw rows of unfinished groups.
@@ -12,7 +12,7 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
         return Ok(());
     }
     LaunchError::check_limit("the compression ratio", args.ratio as usize, 2)?;
-    LaunchError::check_shape("the entry's columns", head_dim, head_dim.next_multiple_of(32).max(32))?;
+    check_head_dim(head_dim)?;
     check_rope(args.frequencies.len() * 2, head_dim)?;
     LaunchError::check_room("the raw rows", args.raw.f32().len(), rows * raw_columns(head_dim, args.ratio))?;
     LaunchError::check_shape("the weight of the latent norm", args.norm.f32().len(), head_dim)?;

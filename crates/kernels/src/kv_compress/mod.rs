@@ -9,13 +9,15 @@
 //! Then the raw rows of even positions enter the raw ring (ratio 2), slot `position % raw_len`; the odd ones are never
 //! needed again. The partner of a position before the window's start is read from that ring.
 //!
-//! Record: `head_dim / 2` bytes of E2M1 codes (element `2k` in the low nibble of byte `k`), then `head_dim / 16` E4M3 scales.
+//! Record: `head_dim / 2` bytes of E2M1 codes, byte `16 g + l` holding element `32 g + l` low and `32 g + 16 + l` high, then
+//! `head_dim / 16` E4M3 scales.
 //! Rounding: bf16 after pooling, norm and RoPE, then E2M1; nothing is fused. Sum: [`crate::order::sum_squares`].
 
 mod cpu;
 mod launch;
 pub mod reference;
 
+pub(crate) use cpu::decode_record;
 pub use launch::launch;
 
 use crate::rows::{EntryInfo, Pages, RowInfo, WindowInfo};
@@ -36,7 +38,7 @@ pub struct Args<'a> {
     pub raw: &'a Buffer,
     pub rows: &'a [RowInfo],
     pub windows: &'a [WindowInfo],
-    /// The entries that the rows complete.
+    /// The entries that the rows complete. Their places in the cache are this launch's alone.
     pub entries: &'a [EntryInfo],
     /// 1 or 2.
     pub ratio: u32,

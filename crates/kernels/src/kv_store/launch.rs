@@ -1,4 +1,4 @@
-use super::{Args, RingArgs, cpu, record_bytes};
+use super::{Args, HEAD_DIM_MAX, RingArgs, cpu, record_bytes};
 use crate::rope::ROPE_DIM_MAX;
 use tf_device::{LaunchError, Queue};
 
@@ -11,7 +11,7 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     if rows == 0 {
         return Ok(());
     }
-    LaunchError::check_shape("the key's columns", head_dim, head_dim.next_multiple_of(32).max(32))?;
+    check_head_dim(head_dim)?;
     check_rope(args.frequencies.len() * 2, head_dim)?;
     LaunchError::check_room("the projected keys", args.x.f32().len(), rows * head_dim)?;
     LaunchError::check_shape("the weight of the key norm", args.norm.f32().len(), head_dim)?;
@@ -37,6 +37,11 @@ pub fn launch_ring(queue: &mut Queue, args: RingArgs<'_>) -> Result<(), LaunchEr
         Queue::Cpu(queue) => cpu::run_ring(queue, args),
     }
     Ok(())
+}
+
+pub(crate) fn check_head_dim(head_dim: usize) -> Result<(), LaunchError> {
+    LaunchError::check_limit("the columns of a key", head_dim, HEAD_DIM_MAX)?;
+    LaunchError::check_shape("the columns of a key", head_dim, head_dim.next_multiple_of(32).max(32))
 }
 
 pub(crate) fn check_rope(rope_dim: usize, columns: usize) -> Result<(), LaunchError> {

@@ -11,11 +11,15 @@ mod cpu;
 mod launch;
 pub mod reference;
 
-pub(crate) use launch::check_rope;
+pub(crate) use cpu::decode_record;
+pub(crate) use launch::{check_head_dim, check_rope};
 pub use launch::{launch, launch_ring};
 
 use crate::rows::{RowInfo, WindowInfo};
 use tf_device::Buffer;
+
+/// Columns of a key, at most.
+pub const HEAD_DIM_MAX: usize = 1024;
 
 /// Bytes of one window entry.
 pub const fn record_bytes(head_dim: usize) -> usize {
@@ -31,7 +35,7 @@ pub struct Args<'a> {
     pub rows: &'a [RowInfo],
     /// `[rope_dim / 2]`.
     pub frequencies: &'a [f32],
-    /// A multiple of 32.
+    /// A multiple of 32, at most [`HEAD_DIM_MAX`].
     pub head_dim: usize,
     /// `[rows, record_bytes]` bytes, at least.
     pub records: &'a mut Buffer,

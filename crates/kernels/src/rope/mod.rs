@@ -8,7 +8,7 @@
 mod cpu;
 pub mod reference;
 
-// pub(crate) use cpu::{Phases, turn};
+pub(crate) use cpu::{Phases, Turn, turn};
 
 /// Columns that turn, at most.
 pub const ROPE_DIM_MAX: usize = 128;
