@@ -9,11 +9,8 @@ use std::path::PathBuf;
 use std::sync::OnceLock;
 
 use safetensors::File;
-use tf_kernels::linear_fp8::reference as linear_fp8;
-use tf_kernels::moe_experts::reference as moe_experts;
 use tf_kernels::numerics_policy::Numerics;
-use tf_kernels::reference_formats::{e4m3_decode, e8m0_decode};
-use tf_model::deepseek_v41::reference::{Dimensions, Model, Tensor};
+use tf_model::deepseek_v41::reference::{Dimensions, Model, Stored, Tensor, dequantise};
 
 pub fn directory() -> PathBuf {
     PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/golden/dsv41-tiny-a")
@@ -50,7 +47,7 @@ pub fn reference(numerics: Numerics) -> &'static Model {
         let dimensions = Dimensions::from_config(&config()).expect("the configuration is complete");
         let token_map = numbers(&json("model/engram_layout.debug.json")["token_map"]);
         let shards = Shards::open();
-        Model::load(dimensions, numerics, token_map, &mut |name| Ok(shards.tensor(name))).expect("the shapes fit")
+        Model::load(dimensions, numerics, token_map, &mut |name| shards.tensor(name)).expect("the shapes fit")
     })
 }
 
@@ -63,27 +60,15 @@ impl Shards {
         Shards((1..=3).map(shard).collect())
     }
 
-    /// A tensor by its name, dequantised when a scale lies beside it.
-    fn tensor(&self, name: &str) -> Tensor {
-        let find = |name: &str| self.0.iter().find(|file| file.has(name)).map(|file| file.get(name));
-        let stored = find(name).unwrap_or_else(|| panic!("the checkpoint holds no {name}"));
-        let scale = name.strip_suffix(".weight").and_then(|stem| find(&format!("{stem}.scale")));
-        let Some(scale) = scale else { return (stored.shape.clone(), stored.floats()) };
-        let (mut shape, columns) = (stored.shape.clone(), stored.shape[1]);
-        let values = match stored.dtype {
-            "I8" => {
-                shape[1] = 2 * columns;
-                moe_experts::dequantise(stored.bytes, scale.bytes, 2 * columns)
-            }
-            // The n-gram tables have a scale for each row; they alone have as many scale rows as rows.
-            "F8_E4M3" if scale.shape[0] == shape[0] => {
-                let value = |(i, &code): (usize, &u8)| e4m3_decode(code) * e8m0_decode(scale.bytes[i / 32]);
-                stored.bytes.iter().enumerate().map(value).collect()
-            }
-            "F8_E4M3" => linear_fp8::dequantise(stored.bytes, scale.bytes, columns),
-            other => panic!("{name} has a scale and is {other}"),
+    /// A tensor by its name, dequantised with the scale that lies beside it if there is one.
+    fn tensor(&self, name: &str) -> Result<Tensor, String> {
+        let find = |name: &str| -> Option<Stored<'_>> {
+            let stored = self.0.iter().find(|file| file.has(name))?.get(name);
+            Some(Stored { dtype: stored.dtype, shape: stored.shape, bytes: stored.bytes })
         };
-        (shape, values)
+        let stored = find(name).ok_or("the checkpoint does not hold it")?;
+        let scale = name.strip_suffix(".weight").and_then(|stem| find(&format!("{stem}.scale")));
+        dequantise(name, &stored, scale.as_ref())
     }
 }
 

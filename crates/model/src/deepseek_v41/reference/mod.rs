@@ -6,6 +6,7 @@
 mod draft;
 mod forward;
 mod record;
+mod stored;
 mod weights;
 
 use std::collections::HashMap;
@@ -17,6 +18,7 @@ use tf_kernels::rope::reference::{Yarn, frequencies};
 pub use draft::{Draft, DraftState};
 pub use forward::{Forward, LayerState, State};
 pub use record::Record;
+pub use stored::{Stored, dequantise};
 pub use weights::{Attention, Block, Compressor, Draft as DraftWeights, Engram, Hyper, Indexer, Moe, Weights};
 
 /// A tensor as the reference wants it: its shape and its dequantised values, row-major.
@@ -199,7 +201,7 @@ pub struct Model {
 }
 
 impl Model {
-    /// Loads the model. `fetch` returns a tensor by the name of its `.weight` (or whole name), dequantised.
+    /// Loads the model. `fetch` returns a tensor by its whole name, dequantised as [`dequantise`] does.
     ///
     /// # Errors
     /// Whatever `fetch` reports, and shapes that do not fit the dimensions.
