@@ -4,7 +4,6 @@
 //! reader who keeps up costs no allocation. A sender that goes away without an ending leaves one: a request is
 //! answered even when the engine's thread breaks down.
 
-use std::future::poll_fn;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, Waker};
@@ -197,17 +196,14 @@ impl Receiver {
         }
     }
 
-    pub async fn receive(&self, batch: &mut Batch) {
+    pub fn poll_receive(&self, context: &mut Context<'_>, batch: &mut Batch) -> Poll<()> {
         batch.clear();
-        poll_fn(|context: &mut Context<'_>| {
-            let mut inner = self.shared.lock();
-            if Self::take(&mut inner, batch) {
-                return Poll::Ready(());
-            }
-            inner.waker = Some(context.waker().clone());
-            Poll::Pending
-        })
-        .await;
+        let mut inner = self.shared.lock();
+        if Self::take(&mut inner, batch) {
+            return Poll::Ready(());
+        }
+        inner.waker = Some(context.waker().clone());
+        Poll::Pending
     }
 
     fn take(inner: &mut Inner, batch: &mut Batch) -> bool {

@@ -3,9 +3,11 @@
 //! One thread owns the state and the model. Commands are read between rounds, so a round never sees half a change.
 //! Whoever holds a request holds its ending: dropping a reply cancels it, a lost thread ends it.
 
+use std::future::poll_fn;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::mpsc;
 use std::sync::{Arc, Mutex, PoisonError};
+use std::task::{Context, Poll};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -14,7 +16,7 @@ use crate::clock::{Clock, Time};
 use crate::commit;
 use crate::limits::{EngineLimits, LimitsError};
 use crate::model::{Model, ModelLimits};
-use crate::request::{FinishReason, Request, RequestId, SubmitError};
+use crate::request::{FinishReason, Request, RequestId, StopReason, SubmitError};
 use crate::round::{Busy, Scratch, release, run_round};
 use crate::state::{State, Waiting};
 use crate::stats::EngineStats;
@@ -35,7 +37,7 @@ pub enum Lifecycle {
     Running,
     Draining,
     /// The thread has ended, with the reason.
-    Stopped(String),
+    Stopped(StopReason),
 }
 
 struct Shared {
@@ -125,7 +127,7 @@ impl EngineHandle {
             let (sender, receiver) = channel::channel(limits.unread_tokens, limits.unread_time);
             let waiting = Waiting { id, request, sender, submitted };
             if self.commands.send(Command::Submit(Box::new(waiting))).is_err() {
-                return Err(SubmitError::Stopped("its thread has ended".to_string()));
+                return Err(SubmitError::Stopped(StopReason::BrokenDown));
             }
             replies.push(Reply { id, receiver, commands: self.commands.clone(), place: Some(place) });
         }
@@ -201,8 +203,14 @@ impl Reply {
 
     /// Waits for something to happen and puts all of it into `batch`. Not to be called after the ending.
     pub async fn receive(&mut self, batch: &mut Batch) {
-        self.receiver.receive(batch).await;
+        poll_fn(|context| self.poll_receive(context, batch)).await;
+    }
+
+    /// The same as a poll, for whoever waits for several replies. `batch` is emptied.
+    pub fn poll_receive(&mut self, context: &mut Context<'_>, batch: &mut Batch) -> Poll<()> {
+        let poll = self.receiver.poll_receive(context, batch);
         self.note_ending(batch);
+        poll
     }
 
     /// The same for a thread that may wait.
@@ -276,21 +284,21 @@ impl<M: Model> Engine<M> {
     /// Serves until it is drained or stopped, every handle is gone, or the device is lost.
     pub fn run(mut self) {
         // Also on a panic: handles must not wait for a thread that is gone. The senders in `state` end their requests.
-        let mut ended = EndedGuard { shared: self.shared.clone(), reason: "its thread broke down".to_string() };
+        let mut ended = EndedGuard { shared: self.shared.clone(), reason: StopReason::BrokenDown };
         ended.reason = self.serve();
     }
 
-    fn serve(&mut self) -> String {
+    fn serve(&mut self) -> StopReason {
         let clock = self.shared.clock.clone();
         loop {
             if !self.read_commands(&*clock) {
                 commit::end_all(&mut self.state, &FinishReason::Stopped, clock.now());
                 release(&mut self.state, &mut self.model);
                 self.publish(None);
-                return "it was stopped".to_string();
+                return StopReason::Asked;
             }
             if self.is_draining && self.state.is_idle() {
-                return "it was drained".to_string();
+                return StopReason::Drained;
             }
             self.publish(Some(clock.now()).filter(|_| !self.state.is_idle()));
             match run_round(&mut self.state, &mut self.model, &*clock, &mut self.scratch) {
@@ -298,7 +306,7 @@ impl<M: Model> Engine<M> {
                 Ok(Busy::Idle) => {}
                 Err(lost) => {
                     self.publish(None);
-                    return lost.to_string();
+                    return StopReason::DeviceLost(lost.0);
                 }
             }
             self.publish(None);
@@ -346,12 +354,12 @@ impl<M: Model> Engine<M> {
 
 struct EndedGuard {
     shared: Arc<Shared>,
-    reason: String,
+    reason: StopReason,
 }
 
 impl Drop for EndedGuard {
     fn drop(&mut self) {
-        self.shared.set_lifecycle(Lifecycle::Stopped(std::mem::take(&mut self.reason)));
+        self.shared.set_lifecycle(Lifecycle::Stopped(self.reason.clone()));
     }
 }
 

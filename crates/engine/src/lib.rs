@@ -25,5 +25,7 @@ pub use channel::{Batch, TokenRow};
 pub use clock::{Clock, Time, VirtualClock, WallClock};
 pub use engine::{Engine, EngineHandle, Lifecycle, Reply, spawn};
 pub use limits::{DraftPolicy, EngineLimits, LimitsError};
-pub use request::{FinishReason, Finished, Position, ReplyStats, Request, RequestId, Sampling, SubmitError};
+pub use request::{
+    FinishReason, Finished, Position, ReplyStats, Request, RequestId, Sampling, StopReason, SubmitError,
+};
 pub use stats::EngineStats;

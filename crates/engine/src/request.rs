@@ -181,5 +181,18 @@ pub enum SubmitError {
     #[error("the engine is draining and takes no new requests")]
     Draining,
     #[error("the engine has stopped: {0}")]
-    Stopped(String),
+    Stopped(StopReason),
+}
+
+/// Why an engine's life is over.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum StopReason {
+    #[error("it finished what was there when it was asked to")]
+    Drained,
+    #[error("it was told to stop")]
+    Asked,
+    #[error("the device is lost: {0}")]
+    DeviceLost(String),
+    #[error("its thread broke down")]
+    BrokenDown,
 }

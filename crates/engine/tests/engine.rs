@@ -9,7 +9,7 @@ use tf_engine::round::{Scratch, run_round};
 use tf_engine::state::State;
 use tf_engine::testing::{Drafter, HistoryModel, HistoryOptions};
 use tf_engine::{Batch, DraftPolicy, Engine, EngineHandle, EngineLimits, FinishReason, Reply, ReplyStats};
-use tf_engine::{Lifecycle, Request, SubmitError, VirtualClock};
+use tf_engine::{Lifecycle, Request, StopReason, SubmitError, VirtualClock};
 
 const MODEL_LIMITS: ModelLimits =
     ModelLimits { vocab_size: 32, context: 256, slots: 2, round_rows: 16, draft_block: 5 };
@@ -124,7 +124,7 @@ fn a_lost_device_ends_every_request() {
         assert_eq!(whole(reply).1, FinishReason::DeviceLost("as planned".to_string()));
     }
     let Err(SubmitError::Stopped(reason)) = handle.submit(Request::greedy(&[1], 1)) else { panic!("taken") };
-    assert!(reason.contains("device is lost"), "{reason}");
+    assert_eq!(reason, StopReason::DeviceLost("as planned".to_string()));
 }
 
 #[test]
