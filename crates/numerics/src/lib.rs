@@ -5,6 +5,8 @@
 //! library is on a path that a reply depends on. Knows nothing of models, devices or threads.
 
 pub mod bf16;
+pub mod compare;
+pub mod draw;
 pub mod fma16;
 pub mod fp8;
 pub mod lanes;
