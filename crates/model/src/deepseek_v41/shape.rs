@@ -9,6 +9,7 @@ use std::ops::RangeInclusive;
 
 use serde_json::Value;
 use tf_checkpoint::{Config, Spelling};
+use tf_kernels::{draft_head, index_score, linear_fp8, moe_experts, moe_route, rope};
 
 use super::engram;
 
@@ -371,11 +372,11 @@ impl Reader<'_> {
                 false => None,
             },
             vocab_size,
-            hidden_size: self.blocks("text_config.hidden_size", 1 << 16),
+            hidden_size: self.blocks("text_config.hidden_size", moe_experts::COLUMNS_MAX),
             num_hidden_layers: layers,
             num_attention_heads: self.count("text_config.num_attention_heads", 1..=1024),
             head_dim: self.blocks("text_config.head_dim", 4096),
-            qk_rope_head_dim: self.even("text_config.qk_rope_head_dim", 4096),
+            qk_rope_head_dim: self.even("text_config.qk_rope_head_dim", rope::ROPE_DIM_MAX),
             q_lora_rank: self.blocks("text_config.q_lora_rank", 1 << 16),
             o_groups: self.count("text_config.o_groups", 1..=1024),
             o_lora_rank: self.blocks("text_config.o_lora_rank", 1 << 16),
@@ -383,8 +384,8 @@ impl Reader<'_> {
             compress_ratios: self.list("text_config.compress_ratios", layers + drafts..=layers + drafts, 0..=2),
             kv_source_layer_ids: self.ascending("text_config.kv_source_layer_ids", layers),
             index_source_layer_ids: self.ascending("text_config.index_source_layer_ids", layers),
-            index_n_heads: self.count("text_config.index_n_heads", 1..=1024),
-            index_head_dim: self.blocks("text_config.index_head_dim", 4096),
+            index_n_heads: self.count("text_config.index_n_heads", 1..=index_score::HEADS_MAX),
+            index_head_dim: self.blocks("text_config.index_head_dim", index_score::HEAD_DIM_MAX),
             index_topk: self.count("text_config.index_topk", 1..=1 << 16),
             candidate_source_layer_id: self.candidate_source(layers),
             candidate_topk_blocks: self.count("text_config.candidate_topk_blocks", 1..=1 << 20),
@@ -393,9 +394,9 @@ impl Reader<'_> {
             compress_rope_theta: self.number("text_config.compress_rope_theta", 1.0, 1e12),
             rope_scaling,
             max_position_embeddings,
-            moe_intermediate_size: self.blocks("text_config.moe_intermediate_size", 1 << 16),
-            n_routed_experts: self.count("text_config.n_routed_experts", 1..=1 << 14),
-            num_experts_per_tok: self.count("text_config.num_experts_per_tok", 1..=1024),
+            moe_intermediate_size: self.blocks("text_config.moe_intermediate_size", moe_experts::COLUMNS_MAX),
+            n_routed_experts: self.count("text_config.n_routed_experts", 1..=moe_route::EXPERTS_MAX),
+            num_experts_per_tok: self.count("text_config.num_experts_per_tok", 1..=moe_route::TOP_K_MAX),
             routed_scaling_factor: self.number("text_config.routed_scaling_factor", 1e-6, 1e6) as f32,
             swiglu_limit: self.number("text_config.swiglu_limit", 0.0, 1e6) as f32,
             // Below the smallest normal float32 the eps would be lost.
@@ -416,9 +417,9 @@ impl Reader<'_> {
             dspark_block_size: self.count("text_config.dspark_block_size", 1..=64),
             dspark_noise_token_id: self.token("text_config.dspark_noise_token_id", None, vocab_size),
             dspark_target_layer_ids: self.ascending("text_config.dspark_target_layer_ids", layers),
-            dspark_markov_rank: self.blocks("text_config.dspark_markov_rank", 1 << 16),
-            dspark_n_routed_experts: self.count("text_config.dspark_n_routed_experts", 1..=1 << 14),
-            dspark_num_experts_per_tok: self.count("text_config.dspark_num_experts_per_tok", 1..=1024),
+            dspark_markov_rank: self.blocks("text_config.dspark_markov_rank", draft_head::RANK_MAX),
+            dspark_n_routed_experts: self.count("text_config.dspark_n_routed_experts", 1..=moe_route::EXPERTS_MAX),
+            dspark_num_experts_per_tok: self.count("text_config.dspark_num_experts_per_tok", 1..=moe_route::TOP_K_MAX),
             vision,
         }
     }
@@ -480,6 +481,15 @@ impl Reader<'_> {
             ("text_config.dspark_num_experts_per_tok", shape.dspark_num_experts_per_tok, shape.dspark_n_routed_experts),
         ] {
             rule(path, used <= all, used.to_string(), format!("at most the {all} routed experts"));
+        }
+        for (path, width) in [
+            ("text_config.o_lora_rank", shape.o_groups * shape.o_lora_rank),
+            ("text_config.num_attention_heads", shape.group_width()),
+            ("text_config.dspark_target_layer_ids", shape.tap_width()),
+            ("text_config.engram_head_dim", shape.engram_width()),
+        ] {
+            let expected = format!("an input of at most {} columns", linear_fp8::COLUMNS_MAX);
+            rule(path, width <= linear_fp8::COLUMNS_MAX, format!("an input of {width} columns"), expected);
         }
         for (block, ratio) in shape.compress_ratios[layers..].iter().enumerate() {
             let path = format!("{ratio_key}[{}]", layers + block);
@@ -859,7 +869,11 @@ mod tests {
             ("num_key_value_heads", 2.into(), "num_key_value_heads is 2, expected 1"),
             ("num_attention_heads", 60.into(), "o_groups is 8, expected a divisor of num_attention_heads 60"),
             ("qk_rope_head_dim", 63.into(), "qk_rope_head_dim is 63, expected an even number"),
-            ("qk_rope_head_dim", 256.into(), "expected at most head_dim 512 and index_head_dim 128"),
+            (
+                "index_head_dim",
+                32.into(),
+                "qk_rope_head_dim is 64, expected at most head_dim 512 and index_head_dim 32",
+            ),
             ("kv_source_layer_ids", vec![2, 8, 14, 14].into(), "kv_source_layer_ids is [2,8,14,14], expected"),
             ("kv_source_layer_ids", vec![2, 8, 14, 40].into(), "ascending layer numbers below 40"),
             ("kv_source_layer_ids", vec![2, 8, 14].into(), "compress_ratios[20] is 1, expected 2, the ratio of"),
@@ -873,7 +887,7 @@ mod tests {
             ("rope_scaling", Value::Null, "rope_scaling.factor is missing"),
             ("rms_norm_eps", 0.into(), "rms_norm_eps is 0, expected a number from"),
             ("scoring_func", "softmax".into(), "scoring_func is \"softmax\", expected \"sqrtsoftplus\""),
-            ("num_experts_per_tok", 385.into(), "num_experts_per_tok is 385, expected at most the 384 routed"),
+            ("n_routed_experts", 4.into(), "num_experts_per_tok is 6, expected at most the 4 routed"),
             ("hc_mult", 2.into(), "hc_mult is 2, expected 4"),
             ("engram_vocab_size", 16_000_100.into(), "engram_num_embeddings is 384006168, expected 38"),
             ("engram_num_embeddings", vec![384_006_168].into(), "engram_num_embeddings is a list of 1, expected one"),
