@@ -18,11 +18,12 @@ const _: () = assert!(THREADS_MAX < 1 << COUNT_BITS);
 /// In the count's place: the pool is being dropped.
 const QUIT: u64 = (1 << COUNT_BITS) - 1;
 
-/// Tries before a waiting thread yields when every thread has a core, and when it has not.
-const SPINS: u32 = 4000;
-const SPINS_CROWDED: u32 = 16;
+/// Tries before a waiting thread yields, when every thread has a core and when it has not: a few microseconds. Longer would
+/// hold up the very thread that is waited for where other programs have taken its core.
+const SPINS: u32 = 150;
+const SPINS_CROWDED: u32 = 8;
 /// Yields before a waiting thread parks.
-const YIELDS: u32 = 64;
+const YIELDS: u32 = 200;
 
 /// Where the threads run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -11,6 +11,8 @@ mod cpu;
 mod launch;
 mod pack;
 pub mod reference;
+#[cfg(test)]
+mod tests;
 
 pub use crate::linear::Finish;
 pub(crate) use cpu::run_chosen;

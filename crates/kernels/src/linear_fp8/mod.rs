@@ -14,6 +14,8 @@ mod cpu;
 mod launch;
 mod pack;
 pub mod reference;
+#[cfg(test)]
+mod tests;
 
 pub use crate::linear::Finish;
 pub use launch::launch;

@@ -12,7 +12,7 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     let columns = args.weights.columns();
     let rows = args.x.f32().len() / columns;
     for index in args.row_indices {
-        LaunchError::check_limit("a chosen row", *index as usize + 1, rows)?;
+        LaunchError::check_limit("a chosen row, counted from one", *index as usize + 1, rows)?;
     }
     let logits = args.row_indices.len() * args.weights.rows();
     LaunchError::check_room("the length of out", args.out.f32().len(), logits)?;

@@ -10,8 +10,8 @@ use crate::linear_fp8;
 use std::ops::Range;
 use tf_device::LaunchError;
 use tf_device::cpu::{CpuQueue, Parts, split};
-use tf_numerics::lanes::{Float, Kernel, Lanes, Level, dispatch};
-use tf_numerics::qdq;
+use tf_numerics::lanes::{Kernel, Lanes, Level, dispatch};
+use tf_numerics::{math, qdq};
 
 /// Inner columns of one piece of work of the first pass: one quantisation block.
 const SLAB: usize = qdq::BLOCK;
@@ -380,15 +380,4 @@ fn fp4(matrix: Matrix<'_>) -> Fp4<'_> {
 
 fn fp8(weights: &linear_fp8::Weights) -> Fp8<'_> {
     Fp8 { codes: weights.codes(), stride: weights.stride(), scales: weights.scales() }
-}
-
-mod math {
-    use super::Lanes;
-
-    /// Stands in until the crate of numbers has its own.
-    #[inline(always)]
-    pub(super) fn silu<L: Lanes>(value: L) -> L {
-        let values = value.to_array().map(|value| value / (1.0 + (-f64::from(value)).exp() as f32));
-        L::load_array(&values)
-    }
 }

@@ -19,6 +19,8 @@ mod cpu;
 mod launch;
 mod pack;
 pub mod reference;
+#[cfg(test)]
+mod tests;
 
 pub use launch::launch;
 pub use pack::{Expert, ExpertBytes, Shared, Weights};

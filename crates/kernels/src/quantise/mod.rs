@@ -8,6 +8,8 @@
 mod cpu;
 mod launch;
 pub mod reference;
+#[cfg(test)]
+mod tests;
 
 pub use launch::{launch, launch_in_place};
 
