@@ -8,7 +8,7 @@ use crate::rope::{Phases, Turn, turn};
 use crate::rows::{EntryInfo, Pages};
 use std::ops::Range;
 use tf_device::cpu::{CpuQueue, Parts, split};
-use tf_numerics::lanes::{Float, Int, Kernel, Lanes, WIDTH, dispatch};
+use tf_numerics::lanes::{Int, Kernel, Lanes, WIDTH, dispatch};
 use tf_numerics::qdq;
 
 /// Where the codes and scales of sixteen neighbouring entries lie in a cache.

@@ -9,7 +9,7 @@ use crate::rows::{EntryInfo, Pages, RowInfo, WindowInfo};
 use std::ops::Range;
 use tf_device::cpu::{CpuQueue, Parts, split};
 use tf_numerics::fp8::decode_e4m3;
-use tf_numerics::lanes::{Float, Int, Kernel, Lanes, WIDTH, dispatch};
+use tf_numerics::lanes::{Int, Kernel, Lanes, WIDTH, dispatch};
 use tf_numerics::{math, qdq};
 
 pub(super) fn run(queue: &mut CpuQueue, args: Args<'_>) {

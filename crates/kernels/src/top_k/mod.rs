@@ -7,14 +7,16 @@
 //! newest visible entry counts as infinity; the `blocks_max` best are kept, equal ones by the smaller index. A row with no
 //! more blocks than that publishes [`ALL_BLOCKS`]. The publishing row's own selection is not restricted.
 //!
-//! Exact: scores are compared as integers in the order of their values (`-0` and `+0` are equal, NaN is below everything), by
-//! counting, so no order of execution enters. No arithmetic on scores.
+//! A score that is NaN or minus infinity is never kept, unless the row keeps everything it sees.
+//!
+//! Exact: scores are compared as integers in the order of their values (`-0` and `+0` are equal) and counted, so no order of
+//! execution enters. No arithmetic on scores.
 
 mod cpu;
 mod launch;
 pub mod reference;
 
-// pub(crate) use cpu::{Histogram, select_ascending};
+pub(crate) use cpu::candidates_of;
 pub use launch::launch;
 pub(crate) use launch::{check_candidates, check_selection};
 
