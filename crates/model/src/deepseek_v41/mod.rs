@@ -1,7 +1,23 @@
 //! The DeepSeek-V4.1 family.
 
+pub mod cache;
+mod draft;
+mod draw;
 pub mod engram;
+pub mod fault;
+mod forward;
+pub mod load;
+pub mod memory;
+mod model;
 pub mod pages;
 pub mod reference;
 pub mod rows;
+mod scratch;
 pub mod shape;
+pub mod snapshot;
+pub mod weights;
+
+pub use fault::Fault;
+pub use forward::StepError;
+pub use model::{BuildError, Counters, DeepseekV41, OptionError, Options};
+pub use snapshot::Snapshot;
