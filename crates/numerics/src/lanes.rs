@@ -75,7 +75,8 @@ pub trait Float:
     fn fma(self, b: Self, c: Self) -> Self;
     fn sqrt(self) -> Self;
     fn abs(self) -> Self;
-    /// `self < other ? self : other` in each lane; so `other` where either is NaN or both are zeros.
+    /// `self < other ? self : other` in each lane; so `other` where either is NaN or both are zeros. (A compiler may treat a
+    /// signalling NaN otherwise; arithmetic never makes one.)
     fn min(self, other: Self) -> Self;
     /// `self > other ? self : other` in each lane; so `other` where either is NaN or both are zeros.
     fn max(self, other: Self) -> Self;

@@ -26,9 +26,10 @@ pub fn encode(value: f32) -> u8 {
 pub fn encode_lanes<F: Float>(value: F) -> F::Int {
     let int = F::Int::splat;
     let sign = value.to_bits().shr(28).and(int(8));
-    // The maximum is the second operand, so that a NaN becomes 6.
-    let magnitude = value.abs().min(F::splat(E2M1_MAX));
-    let bits = magnitude.to_bits();
+    // Compared as integers, which puts every NaN above 6.
+    let (bits, most) = (value.to_bits().and(int(0x7fff_ffff)), int(E2M1_MAX.to_bits()));
+    let bits = F::Int::select(bits.lt_signed(most), bits, most);
+    let magnitude = F::from_bits(bits);
     // From 1 on: round the float32 bits at bit 22, then move the exponent's bias from 127 to 1.
     let odd = bits.shr(22).and(int(1));
     let normal = bits.add(int(0x1f_ffff)).add(odd).shr(22).sub(int(126 << 1));
