@@ -16,7 +16,7 @@ use tf_kernels::{draft_head, embed, kv_store, rms_norm};
 
 use super::cache::Cache;
 use super::forward::{self, Step, StepError, fp8};
-use super::load::{Draft, Weights};
+use super::load::{Draft, Layer, Weights};
 use super::rows::RowSet;
 use super::scratch::attention_shape;
 use super::shape::Shape;
@@ -149,29 +149,9 @@ pub(super) fn blocks(
             mix: Some(&mut s.mix),
         },
     )?;
-    let frequencies = step.tables.frequencies(0);
     for (index, w) in weights.draft.blocks.iter().enumerate() {
         forward::enter_attention(step, w, set.len(), index > 0, false)?;
-        forward::project_keys_and_queries(step, w, set, None, frequencies)?;
-        let Step { queue, scratch: s, .. } = step;
-        attention::launch(
-            queue,
-            attention::Args {
-                shape: attention_shape(shape, cache.layout().ring_len, 0, block as usize),
-                span: Span::Block,
-                q: &s.q,
-                rows: &set.rows,
-                windows: &set.windows,
-                records: &s.records,
-                ring: &cache.drafts[index],
-                compressed: None,
-                sinks: &w.attention.sinks,
-                frequencies,
-                scratch: &mut s.attention,
-                out: &mut s.o,
-            },
-        )?;
-        forward::attention_output(step, w, set.len())?;
+        block_attention(step, w, set, cache, index)?;
         forward::experts(step, w, set.len(), shape.dspark_n_routed_experts, shape.dspark_num_experts_per_tok)?;
     }
     forward::finish(step, &weights.draft.norm, set.len(), true)?;
@@ -179,6 +159,37 @@ pub(super) fn blocks(
     context.row_indices.extend(0..set.len() as u32);
     forward::head(step, &weights.head, &context.row_indices)?;
     Ok(())
+}
+
+/// The attention sublayer of one draft block: its rows see the ring and each other.
+pub(super) fn block_attention(
+    step: &mut Step<'_>,
+    w: &Layer,
+    set: &RowSet,
+    cache: &Cache,
+    index: usize,
+) -> Result<(), LaunchError> {
+    let frequencies = step.tables.frequencies(0);
+    forward::project_keys_and_queries(step, w, set, None, frequencies)?;
+    let Step { shape, queue, scratch: s, .. } = step;
+    attention::launch(
+        queue,
+        attention::Args {
+            shape: attention_shape(shape, cache.layout().ring_len, 0, shape.dspark_block_size),
+            span: Span::Block,
+            q: &s.q,
+            rows: &set.rows,
+            windows: &set.windows,
+            records: &s.records,
+            ring: &cache.drafts[index],
+            compressed: None,
+            sinks: &w.attention.sinks,
+            frequencies,
+            scratch: &mut s.attention,
+            out: &mut s.o,
+        },
+    )?;
+    forward::attention_output(step, w, set.len())
 }
 
 /// The Markov chain over the base logits of `anchors`: `steps` proposals a sequence into `context.tokens`.

@@ -167,7 +167,7 @@ fn thread_count(queue: &Queue) -> usize {
 }
 
 /// Adds the last sublayer's output to the streams.
-fn expand(step: &mut Step<'_>, rows: usize) -> Result<(), LaunchError> {
+pub(super) fn expand(step: &mut Step<'_>, rows: usize) -> Result<(), LaunchError> {
     let Step { shape, queue, scratch: s, .. } = step;
     hyper::launch_expand(
         queue,
@@ -183,7 +183,7 @@ fn expand(step: &mut Step<'_>, rows: usize) -> Result<(), LaunchError> {
 }
 
 /// Reads the n-gram memory into the streams.
-fn engram(
+pub(super) fn engram(
     step: &mut Step<'_>,
     weights: &Weights,
     round: &mut Round<'_>,
@@ -356,7 +356,7 @@ pub(super) fn plain(
 }
 
 /// The compressed entries that the rows complete, and their index keys.
-fn compress(
+pub(super) fn compress(
     step: &mut Step<'_>,
     w: &Layer,
     round: &mut Round<'_>,
@@ -417,7 +417,7 @@ fn compress(
 }
 
 /// Index of `layer`'s kv source among the kv sources.
-fn source_index(shape: &Shape, layer: usize) -> usize {
+pub(super) fn source_index(shape: &Shape, layer: usize) -> usize {
     let source = shape.kv_source(layer).expect("a layer with a compressed cache has a source");
     shape.kv_source_layer_ids.iter().position(|id| *id == source).expect("a source is in the list")
 }
@@ -471,7 +471,7 @@ pub(super) fn project_keys_and_queries(
 }
 
 /// The entries that each row reads, chosen by an index source from the newest compressed cache.
-fn select(
+pub(super) fn select(
     step: &mut Step<'_>,
     w: &Layer,
     round: &mut Round<'_>,
@@ -539,7 +539,7 @@ fn select(
 }
 
 /// Attention of the rows `out` over the rings, the fresh records of `keys` and the selected entries.
-fn attend(
+pub(super) fn attend(
     step: &mut Step<'_>,
     w: &Layer,
     round: &mut Round<'_>,
@@ -628,7 +628,7 @@ pub(super) fn attention_output(step: &mut Step<'_>, w: &Layer, rows: usize) -> R
     fp8(queue, &s.z, rows, &w.attention.wo_b, &mut s.y, Finish::Bf16)
 }
 
-/// The second half of a layer: adds attention's output, routes and runs the experts. The result is `y`.
+/// The second half of a layer: adds attention's output to the streams, then the experts. The result is `y`.
 pub(super) fn experts(
     step: &mut Step<'_>,
     w: &Layer,
@@ -636,6 +636,12 @@ pub(super) fn experts(
     expert_count: usize,
     picks: usize,
 ) -> Result<(), LaunchError> {
+    enter_experts(step, w, rows)?;
+    route_and_run_experts(step, w, rows, expert_count, picks)
+}
+
+/// Adds attention's `y` to the streams, and makes the input of the experts.
+pub(super) fn enter_experts(step: &mut Step<'_>, w: &Layer, rows: usize) -> Result<(), LaunchError> {
     let Step { shape, queue, scratch: s, .. } = step;
     hyper::launch_enter(
         queue,
@@ -654,7 +660,18 @@ pub(super) fn experts(
             quantised: Some(&mut s.quantised),
             scratch: &mut s.hyper,
         },
-    )?;
+    )
+}
+
+/// Routes `normed` and runs the experts on `quantised`.
+pub(super) fn route_and_run_experts(
+    step: &mut Step<'_>,
+    w: &Layer,
+    rows: usize,
+    expert_count: usize,
+    picks: usize,
+) -> Result<(), LaunchError> {
+    let Step { shape, queue, scratch: s, .. } = step;
     plain(queue, &s.normed, rows, &w.router.gate, &mut s.gate, Finish::F32)?;
     moe_route::launch(
         queue,

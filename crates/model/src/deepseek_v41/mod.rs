@@ -10,6 +10,7 @@ pub mod load;
 pub mod memory;
 mod model;
 pub mod pages;
+pub mod parts;
 pub mod reference;
 pub mod rows;
 mod scratch;

@@ -120,25 +120,25 @@ const LOGITS_ROWS: usize = 64;
 /// A loaded DeepSeek-V4.1 checkpoint with its caches.
 #[derive(Debug)]
 pub struct DeepseekV41 {
-    shape: Shape,
-    options: Options,
-    weights: Weights,
-    tables: Tables,
-    queue: Queue,
-    cache: Cache,
-    scratch: Scratch,
-    rows: RoundRows,
-    windows: Vec<WindowRows>,
-    entries: Vec<EntryInfo>,
-    history: History,
-    ring_windows: Vec<WindowInfo>,
-    draft: Option<draft::Context>,
-    draws: Draws,
-    drawn_rows: Vec<u32>,
-    anchors: Vec<u32>,
-    greedy: Vec<bool>,
-    logits_rows: usize,
-    counters: Counters,
+    pub(super) shape: Shape,
+    pub(super) options: Options,
+    pub(super) weights: Weights,
+    pub(super) tables: Tables,
+    pub(super) queue: Queue,
+    pub(super) cache: Cache,
+    pub(super) scratch: Scratch,
+    pub(super) rows: RoundRows,
+    pub(super) windows: Vec<WindowRows>,
+    pub(super) entries: Vec<EntryInfo>,
+    pub(super) history: History,
+    pub(super) ring_windows: Vec<WindowInfo>,
+    pub(super) draft: Option<draft::Context>,
+    pub(super) draws: Draws,
+    pub(super) drawn_rows: Vec<u32>,
+    pub(super) anchors: Vec<u32>,
+    pub(super) greedy: Vec<bool>,
+    pub(super) logits_rows: usize,
+    pub(super) counters: Counters,
 }
 
 /// Why a model could not be made.
@@ -276,7 +276,7 @@ impl DeepseekV41 {
         Ok(())
     }
 
-    fn plan_rows(&mut self, plan: &RoundPlan) -> Result<(), StepError> {
+    pub(super) fn plan_rows(&mut self, plan: &RoundPlan) -> Result<(), StepError> {
         let rows_max = self.options.round_rows as usize;
         if plan.tokens.len() > rows_max {
             return Err(StepError::Rows { rows: plan.tokens.len(), max: rows_max });
