@@ -5,10 +5,12 @@
 
 pub mod cpu;
 mod error;
+mod log;
 
 pub use error::LaunchError;
 
 use cpu::{CpuBuffer, CpuDevice, CpuQueue};
+use std::collections::BTreeSet;
 use tf_numerics::lanes::Level;
 
 /// One physical thing that holds memory and runs launches.
@@ -33,6 +35,29 @@ impl Queue {
     /// A queue of the CPU with `threads` threads (the caller counts as one) and one instruction set.
     pub fn cpu(threads: usize, level: Level) -> Queue {
         Queue::Cpu(CpuQueue::new(threads, level))
+    }
+
+    /// Names the kernel that is about to run; every launcher says it. Returns the queue, to be matched on.
+    #[inline]
+    pub fn launching(&mut self, kernel: &'static str) -> &mut Queue {
+        match self {
+            Queue::Cpu(queue) => queue.launches.note(kernel),
+        }
+        self
+    }
+
+    /// Keeps the names of the kernels launched from here on.
+    pub fn record_launches(&mut self) {
+        match self {
+            Queue::Cpu(queue) => queue.launches.start(),
+        }
+    }
+
+    /// The names kept since [`Queue::record_launches`]; keeps none from here on.
+    pub fn recorded_launches(&mut self) -> BTreeSet<&'static str> {
+        match self {
+            Queue::Cpu(queue) => queue.launches.take(),
+        }
     }
 }
 
@@ -73,6 +98,23 @@ impl Buffer {
                 buffer.view_mut().copy_from_slice(values);
                 Ok(Buffer::Cpu(buffer))
             }
+        }
+    }
+
+    /// `bytes` zero bytes between two watched guards: what the kernel contract hands to a launch.
+    ///
+    /// # Errors
+    /// As [`Buffer::zeroed`].
+    pub fn guarded(device: &Device, bytes: usize, pattern: u8) -> Result<Buffer, LaunchError> {
+        match device {
+            Device::Cpu(_) => Ok(Buffer::Cpu(CpuBuffer::guarded(bytes, pattern)?)),
+        }
+    }
+
+    /// Where a guard was overwritten, counted in bytes from the buffer's first; see [`Buffer::guarded`].
+    pub fn guard_damage(&self) -> Option<isize> {
+        match self {
+            Buffer::Cpu(buffer) => buffer.guard_damage(),
         }
     }
 

@@ -6,6 +6,9 @@ use std::ptr::NonNull;
 
 /// Alignment of every buffer: one cache line, one 512-bit vector.
 const ALIGNMENT: usize = 64;
+/// Bytes before and after a guarded block whose pattern is watched.
+const GUARD_BYTES: usize = 256;
+const _: () = assert!(GUARD_BYTES.is_multiple_of(ALIGNMENT));
 /// From this size on memory comes straight from the system, whose pages are zero and appear on first touch.
 const MAPPED_FROM_BYTES: usize = 1 << 20;
 
@@ -22,6 +25,11 @@ enum Owner {
     /// Nothing was taken: the buffer is empty.
     Nobody,
     Allocator(Layout),
+    /// As `Allocator`, the block lying `GUARD_BYTES` inside it, with a known pattern on both sides.
+    Guarded {
+        layout: Layout,
+        pattern: u8,
+    },
     #[cfg(unix)]
     System {
         mapped_bytes: usize,
@@ -53,6 +61,38 @@ impl CpuBuffer {
         // SAFETY: the layout's size is not zero.
         let start = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or(refused)?;
         Ok(CpuBuffer { start, len_bytes, owner: Owner::Allocator(layout) })
+    }
+
+    /// `len_bytes` zero bytes between two guards of `pattern` bytes, which directly precede and follow them.
+    ///
+    /// # Errors
+    /// As [`CpuBuffer::zeroed`].
+    pub fn guarded(len_bytes: usize, pattern: u8) -> Result<CpuBuffer, LaunchError> {
+        let refused = LaunchError::Memory { bytes: len_bytes };
+        let Some(whole) = len_bytes.checked_add(2 * GUARD_BYTES) else { return Err(refused) };
+        let Ok(layout) = Layout::from_size_align(whole, ALIGNMENT) else { return Err(refused) };
+        // SAFETY: the layout's size is not zero.
+        let block = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or(refused)?;
+        // SAFETY: the block holds a guard, `len_bytes` bytes and another guard.
+        let start = unsafe {
+            block.write_bytes(pattern, GUARD_BYTES);
+            block.add(GUARD_BYTES + len_bytes).write_bytes(pattern, GUARD_BYTES);
+            block.add(GUARD_BYTES)
+        };
+        Ok(CpuBuffer { start, len_bytes, owner: Owner::Guarded { layout, pattern } })
+    }
+
+    /// Where the first overwritten guard byte lies, counted from the buffer's first byte. `None` without guards too.
+    pub fn guard_damage(&self) -> Option<isize> {
+        let Owner::Guarded { pattern, .. } = self.owner else { return None };
+        // SAFETY: `guarded` allocated and wrote a guard on both sides; nobody holds a reference into them.
+        let (before, after) = unsafe {
+            let before = std::slice::from_raw_parts(self.start.as_ptr().sub(GUARD_BYTES), GUARD_BYTES);
+            (before, std::slice::from_raw_parts(self.start.as_ptr().add(self.len_bytes), GUARD_BYTES))
+        };
+        let damaged = |guard: &[u8]| guard.iter().position(|byte| *byte != pattern);
+        let before = damaged(before).map(|at| at as isize - GUARD_BYTES as isize);
+        before.or_else(|| damaged(after).map(|at| (self.len_bytes + at) as isize))
     }
 
     pub fn len_bytes(&self) -> usize {
@@ -117,6 +157,8 @@ impl Drop for CpuBuffer {
             Owner::Nobody => {}
             // SAFETY: `start` came from `alloc_zeroed` with this layout and is given back once.
             Owner::Allocator(layout) => unsafe { dealloc(self.start.as_ptr(), layout) },
+            // SAFETY: the block begins one guard before `start`; it came from `alloc_zeroed` with this layout.
+            Owner::Guarded { layout, .. } => unsafe { dealloc(self.start.as_ptr().sub(GUARD_BYTES), layout) },
             #[cfg(unix)]
             // SAFETY: `start` came from `mmap` with this length and is given back once.
             Owner::System { mapped_bytes } => unsafe {
@@ -134,6 +176,7 @@ impl std::fmt::Debug for CpuBuffer {
 
 #[cfg(test)]
 mod tests {
+    use super::CpuBuffer;
     use crate::{Buffer, Device, LaunchError};
 
     #[test]
@@ -163,6 +206,25 @@ mod tests {
     #[should_panic(expected = "viewed as elements of 4 bytes")]
     fn a_view_of_the_wrong_type_is_a_bug() {
         let _ = Buffer::zeroed(&Device::cpu(), 6).unwrap().f32();
+    }
+
+    #[test]
+    fn a_guard_notices_one_byte_on_either_side() {
+        for bytes in [0, 4, 64, 100] {
+            for (at, damage) in [(-1, Some(-1)), (-64, Some(-64)), (bytes as isize, Some(bytes as isize)), (0, None)] {
+                if at == 0 && bytes == 0 {
+                    continue;
+                }
+                let mut buffer = CpuBuffer::guarded(bytes, 0xa5).unwrap();
+                assert_eq!(buffer.guard_damage(), None);
+                assert!(buffer.view::<u8>().iter().all(|byte| *byte == 0));
+                assert_eq!(buffer.view::<u8>().as_ptr() as usize % 64, 0);
+                let start = buffer.view_mut::<u8>().as_mut_ptr();
+                // SAFETY: the byte lies in the block or in one of its guards.
+                unsafe { start.offset(at).write(1) };
+                assert_eq!(buffer.guard_damage(), damage, "{bytes} bytes, write at {at}");
+            }
+        }
     }
 
     #[test]

@@ -10,6 +10,7 @@ pub use parts::Parts;
 pub use pool::{Placement, Pool};
 pub use scratch::Scratch;
 
+use crate::log::LaunchLog;
 use std::ops::Range;
 use tf_numerics::lanes::Level;
 
@@ -23,17 +24,28 @@ pub struct CpuQueue {
     pub pool: Pool,
     pub level: Level,
     pub scratch: Scratch,
+    pub(crate) launches: LaunchLog,
 }
 
 impl CpuQueue {
     /// `threads` threads, the caller being one of them, left to the system's scheduler.
     pub fn new(threads: usize, level: Level) -> CpuQueue {
-        CpuQueue { pool: Pool::new(threads, Placement::Free), level, scratch: Scratch::default() }
+        CpuQueue {
+            pool: Pool::new(threads, Placement::Free),
+            level,
+            scratch: Scratch::default(),
+            launches: LaunchLog::default(),
+        }
     }
 
     /// As [`CpuQueue::new`], each further thread bound to one core: for a process that owns the machine.
     pub fn pinned(threads: usize, level: Level) -> CpuQueue {
-        CpuQueue { pool: Pool::new(threads, Placement::Pinned), level, scratch: Scratch::default() }
+        CpuQueue {
+            pool: Pool::new(threads, Placement::Pinned),
+            level,
+            scratch: Scratch::default(),
+            launches: LaunchLog::default(),
+        }
     }
 }
 
