@@ -37,7 +37,11 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
         let most = compressed.counts.u32()[..rows].iter().max().copied().unwrap_or(0);
         LaunchError::check_limit("a row's selection", most as usize, shape.selected_max)?;
     }
-    match queue {
+    let kernel = match args.span {
+        Span::Causal => "attention/causal",
+        Span::Block => "attention/block",
+    };
+    match queue.launching(kernel) {
         Queue::Cpu(queue) => {
             let floats = scratch_floats(shape, queue.pool.threads());
             LaunchError::check_room("the scratch of attention", args.scratch.f32().len(), floats)?;

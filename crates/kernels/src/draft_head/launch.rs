@@ -29,7 +29,7 @@ pub fn launch(
     LaunchError::check_room("the step logits", args.logits.f32().len(), sequences * vocabulary)?;
     LaunchError::check_shape("the proposals", args.tokens.len(), sequences * steps)?;
     LaunchError::check_shape("the confidences", args.confidence.len(), sequences * steps)?;
-    match queue {
+    match queue.launching("draft_head") {
         Queue::Cpu(queue) => cpu::run(queue, args, choose),
     }
     Ok(())

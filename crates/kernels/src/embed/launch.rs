@@ -21,7 +21,7 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     if let Some(mix) = &args.mix {
         LaunchError::check_room("the carried mixes", mix.f32().len(), rows * args.streams)?;
     }
-    match queue {
+    match queue.launching("embed") {
         Queue::Cpu(queue) => cpu::run(queue, args),
     }
     Ok(())

@@ -21,7 +21,7 @@ pub fn launch_gather(queue: &mut Queue, args: GatherArgs<'_>) -> Result<(), Engr
     let largest = args.ids.iter().max().copied().unwrap_or(0) as usize;
     LaunchError::check_limit("an n-gram row id", largest, table_rows.saturating_sub(1))?;
     LaunchError::check_room("the n-gram rows", args.out.f32().len(), args.ids.len() * head_dim)?;
-    match queue {
+    match queue.launching("engram/gather") {
         Queue::Cpu(queue) => cpu::run_gather(queue, args),
     }
 }
@@ -43,7 +43,7 @@ pub fn launch_gate(queue: &mut Queue, args: GateArgs<'_>) -> Result<(), LaunchEr
     if !args.image.is_empty() {
         LaunchError::check_shape("the image marks", args.image.len(), rows)?;
     }
-    match queue {
+    match queue.launching("engram/gate") {
         Queue::Cpu(queue) => cpu::run_gate(queue, args),
     }
     Ok(())

@@ -26,7 +26,7 @@ pub fn launch_enter(queue: &mut Queue, args: EnterArgs<'_>) -> Result<(), Launch
     for out in [&args.normed, &args.quantised].into_iter().flatten() {
         LaunchError::check_room("the input of a sublayer", out.f32().len(), rows * hidden)?;
     }
-    match queue {
+    match queue.launching("hyper/enter") {
         Queue::Cpu(queue) => cpu::run_enter(queue, args),
     }
     Ok(())
@@ -46,7 +46,7 @@ pub fn launch_expand(queue: &mut Queue, args: ExpandArgs<'_>) -> Result<(), Laun
     LaunchError::check_room("the streams", args.streams.f32().len(), rows * STREAMS * hidden)?;
     LaunchError::check_room("the post weights", args.post.f32().len(), rows * STREAMS)?;
     LaunchError::check_room("the comb weights", args.comb.f32().len(), rows * STREAMS * STREAMS)?;
-    match queue {
+    match queue.launching("hyper/expand") {
         Queue::Cpu(queue) => cpu::run_expand(queue, args),
     }
     Ok(())
@@ -68,7 +68,7 @@ pub fn launch_collapse(queue: &mut Queue, args: CollapseArgs<'_>) -> Result<(), 
     for out in [&args.collapsed, &args.normed, &args.quantised].into_iter().flatten() {
         LaunchError::check_room("the collapsed rows", out.f32().len(), rows * hidden)?;
     }
-    match queue {
+    match queue.launching("hyper/collapse") {
         Queue::Cpu(queue) => cpu::run_collapse(queue, args),
     }
     Ok(())
@@ -87,7 +87,7 @@ pub fn launch_tap(queue: &mut Queue, args: TapArgs<'_>) -> Result<(), LaunchErro
     LaunchError::check_room("the streams", args.streams.f32().len(), rows * STREAMS * hidden)?;
     LaunchError::check_limit("the end of a tap", args.out_offset + hidden, args.out_columns)?;
     LaunchError::check_room("the taps", args.out.f32().len(), rows * args.out_columns)?;
-    match queue {
+    match queue.launching("hyper/tap") {
         Queue::Cpu(queue) => cpu::run_tap(queue, args),
     }
     Ok(())

@@ -21,7 +21,7 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
         let bytes = end * page_bytes(head_dim, args.pages.entries_per_page);
         LaunchError::check_room("the index key cache", args.cache.len_bytes(), bytes)?;
     }
-    match queue {
+    match queue.launching("index_key") {
         Queue::Cpu(queue) => cpu::run(queue, args),
     }
     Ok(())

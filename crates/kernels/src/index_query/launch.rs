@@ -16,7 +16,7 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     check_rope(args.frequencies.len() * 2, head_dim)?;
     LaunchError::check_room("the index queries", args.queries.f32().len(), rows * heads * head_dim)?;
     LaunchError::check_room("the index weights", args.weights.f32().len(), rows * heads)?;
-    match queue {
+    match queue.launching("index_query") {
         Queue::Cpu(queue) => cpu::run(queue, args),
     }
     Ok(())

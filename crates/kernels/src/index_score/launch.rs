@@ -25,7 +25,7 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
         LaunchError::check_room("the candidate blocks", list.blocks.u32().len(), rows * list.shape.blocks_max)?;
         LaunchError::check_room("the counts of candidate blocks", list.counts.u32().len(), rows)?;
     }
-    match queue {
+    match queue.launching("index_score") {
         Queue::Cpu(queue) => cpu::run(queue, args),
     }
     Ok(())
@@ -47,6 +47,7 @@ pub fn launch_select(queue: &mut Queue, args: SelectArgs<'_>) -> Result<(), Laun
     let seen = most_visible(&scored, 0..rows);
     let stride = if seen > top_k { seen.next_multiple_of(16) } else { 0 };
     LaunchError::check_room("the scratch of the index scores", scratch.f32().len(), stride)?;
+    queue.launching("index_score/select");
     let tile_rows = if stride == 0 { rows } else { (scratch.f32().len() / stride).min(rows) };
     for start in (0..rows).step_by(tile_rows) {
         let tile = start..(start + tile_rows).min(rows);

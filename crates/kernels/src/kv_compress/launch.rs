@@ -27,7 +27,8 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
         let end = args.pages.index(entry.slot, entry.entry as usize) + 1;
         LaunchError::check_room("the compressed cache", args.cache.len_bytes(), end * record_bytes(head_dim))?;
     }
-    match queue {
+    let kernel = if args.ratio == 1 { "kv_compress/ratio1" } else { "kv_compress/ratio2" };
+    match queue.launching(kernel) {
         Queue::Cpu(queue) => cpu::run(queue, args),
     }
     Ok(())

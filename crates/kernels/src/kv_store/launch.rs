@@ -16,7 +16,7 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     LaunchError::check_room("the projected keys", args.x.f32().len(), rows * head_dim)?;
     LaunchError::check_shape("the weight of the key norm", args.norm.f32().len(), head_dim)?;
     LaunchError::check_room("the window records", args.records.len_bytes(), rows * record_bytes(head_dim))?;
-    match queue {
+    match queue.launching("kv_store") {
         Queue::Cpu(queue) => cpu::run(queue, args),
     }
     Ok(())
@@ -33,7 +33,7 @@ pub fn launch_ring(queue: &mut Queue, args: RingArgs<'_>) -> Result<(), LaunchEr
         LaunchError::check_room("the window records", args.records.len_bytes(), end * record_bytes(args.head_dim))?;
         LaunchError::check_room("the rings", args.ring.len_bytes(), (window.slot as usize + 1) * slot_bytes)?;
     }
-    match queue {
+    match queue.launching("kv_store/ring") {
         Queue::Cpu(queue) => cpu::run_ring(queue, args),
     }
     Ok(())

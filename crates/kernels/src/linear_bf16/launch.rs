@@ -1,6 +1,6 @@
 //! Checks the arguments against each other and runs them on the queue's backend.
 
-use super::{Args, cpu};
+use super::{Args, Dtype, cpu};
 use crate::linear::Finish;
 use tf_device::{LaunchError, Queue};
 
@@ -27,6 +27,12 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     }
     if args.rows == 0 {
         return Ok(());
+    }
+    for product in args.products.iter() {
+        queue.launching(match product.weights.dtype() {
+            Dtype::Bf16 => "linear_bf16",
+            Dtype::F32 => "linear_bf16/f32",
+        });
     }
     match queue {
         Queue::Cpu(queue) => cpu::run(queue, args),

@@ -31,7 +31,8 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     if args.rows == 0 {
         return Ok(());
     }
-    match queue {
+    let kernel = if args.groups == 1 { "linear_fp8" } else { "linear_fp8/grouped" };
+    match queue.launching(kernel) {
         Queue::Cpu(queue) => cpu::run(queue, args),
     }
 }

@@ -19,7 +19,7 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     if args.row_indices.is_empty() {
         return Ok(());
     }
-    match queue {
+    match queue.launching("lm_head") {
         Queue::Cpu(queue) => linear_bf16::run_chosen(queue, args.weights, args.x, args.row_indices, args.out),
     }
 }

@@ -24,7 +24,7 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     if args.rows == 0 {
         return Ok(());
     }
-    match queue {
+    match queue.launching("moe_experts") {
         Queue::Cpu(queue) => cpu::run(queue, args),
     }
 }

@@ -22,7 +22,7 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     }
     LaunchError::check_room("the chosen experts", args.chosen.u32().len(), rows * top_k)?;
     LaunchError::check_room("the experts' weights", args.weights.f32().len(), rows * top_k)?;
-    match queue {
+    match queue.launching("moe_route") {
         Queue::Cpu(queue) => cpu::run(queue, args),
     }
     Ok(())

@@ -13,7 +13,7 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     if args.rows * args.columns == 0 {
         return Ok(());
     }
-    match queue {
+    match queue.launching("quantise") {
         Queue::Cpu(queue) => {
             let count = args.rows * args.columns;
             cpu::run(queue, Some(&args.x.f32()[..count]), &mut args.out.f32_mut()[..count], args.columns);
@@ -31,7 +31,7 @@ pub fn launch_in_place(queue: &mut Queue, args: ArgsInPlace<'_>) -> Result<(), L
     if args.rows * args.columns == 0 {
         return Ok(());
     }
-    match queue {
+    match queue.launching("quantise/in_place") {
         Queue::Cpu(queue) => {
             cpu::run(queue, None, &mut args.values.f32_mut()[..args.rows * args.columns], args.columns);
         }

@@ -17,7 +17,7 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     for out in [&args.normed, &args.quantised].into_iter().flatten() {
         LaunchError::check_room("the output of a norm", out.f32().len(), rows * columns)?;
     }
-    match queue {
+    match queue.launching("rms_norm") {
         Queue::Cpu(queue) => cpu::run(queue, args),
     }
     Ok(())

@@ -19,7 +19,7 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     }
     check_selection(rows, args.top_k, args.selected.u32().len(), args.counts.u32().len())?;
     check_candidates(&args.candidates, rows, args.top_k)?;
-    match queue {
+    match queue.launching("top_k") {
         Queue::Cpu(queue) => cpu::run(queue, args),
     }
     Ok(())
