@@ -109,3 +109,27 @@ pub(crate) fn assert_close(got: &[f32], wanted: &[f64], bounds: &[f64]) {
 /// Half a unit in the last place of bf16, relative; and of float32.
 pub(crate) const BF16_HALF_ULP: f64 = 1.0 / 256.0;
 pub(crate) const F32_HALF_ULP: f64 = 1.0 / 16777216.0;
+
+/// A tensor of `tests/golden/units.safetensors`, numbers of any type as float64.
+pub(crate) fn golden(name: &str) -> Vec<f64> {
+    const FILE: &[u8] = include_bytes!("../tests/golden/units.safetensors");
+    let header_bytes = u64::from_le_bytes(FILE[..8].try_into().expect("eight bytes")) as usize;
+    let header: serde_json::Value = serde_json::from_slice(&FILE[8..8 + header_bytes]).expect("a JSON header");
+    let entry = &header[name];
+    let offset = |i: usize| entry["data_offsets"][i].as_u64().expect("an offset") as usize;
+    let data = &FILE[8 + header_bytes..][offset(0)..offset(1)];
+    match entry["dtype"].as_str().expect("a dtype") {
+        "F32" => data.as_chunks().0.iter().map(|b| f64::from(f32::from_le_bytes(*b))).collect(),
+        "I64" => data.as_chunks().0.iter().map(|b| i64::from_le_bytes(*b) as f64).collect(),
+        "U8" => data.iter().map(|&b| f64::from(b)).collect(),
+        other => panic!("{name} is {other}"),
+    }
+}
+
+pub(crate) fn narrow(values: Vec<f64>) -> Vec<f32> {
+    values.into_iter().map(|v| v as f32).collect()
+}
+
+pub(crate) fn wide(values: &[f32]) -> Vec<f64> {
+    values.iter().map(|&v| v.into()).collect()
+}

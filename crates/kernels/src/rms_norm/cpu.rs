@@ -2,7 +2,7 @@
 
 use super::Args;
 use crate::order::sum_squares;
-use crate::parallel::threads_for;
+use crate::parallel::{part, parts, threads_for};
 use std::ops::Range;
 use tf_device::cpu::{CpuQueue, Parts, split};
 use tf_numerics::lanes::{Kernel, Lanes, WIDTH, dispatch};
@@ -28,7 +28,7 @@ pub(crate) fn normalise<L: Lanes>(x: &[f32], weight: &[f32], factor: f32, out: &
 
 /// As [`normalise`], with both of a norm's outputs wanted or not.
 #[inline(always)]
-pub(crate) fn normalise_into<L: Lanes>(
+fn normalise_into<L: Lanes>(
     x: &[f32],
     weight: &[f32],
     factor: f32,
@@ -69,8 +69,8 @@ pub(super) fn run(queue: &mut CpuQueue, args: Args<'_>) {
         x: x.f32(),
         weight: weight.f32(),
         eps,
-        normed: normed.map(|out| Parts::new(&mut out.f32_mut()[..rows * columns])),
-        quantised: quantised.map(|out| Parts::new(&mut out.f32_mut()[..rows * columns])),
+        normed: parts(normed, rows * columns),
+        quantised: parts(quantised, rows * columns),
     };
     let level = queue.level;
     queue.pool.run_on(threads_for(rows * columns * 2), |index, count| {
@@ -107,20 +107,6 @@ impl Kernel for Rows<'_> {
             let quantised = unsafe { part(&job.quantised, at) };
             normalise_into::<L>(x, job.weight, factor, normed, quantised);
         }
-    }
-}
-
-/// The range of an output that may be left out.
-///
-/// # Safety
-/// As [`Parts::part`].
-#[allow(clippy::mut_from_ref)]
-#[inline(always)]
-pub(crate) unsafe fn part<'a>(parts: &'a Option<Parts<'_, f32>>, range: Range<usize>) -> Option<&'a mut [f32]> {
-    match parts {
-        // SAFETY: the caller's promise.
-        Some(parts) => Some(unsafe { parts.part(range) }),
-        None => None,
     }
 }
 

@@ -10,7 +10,7 @@ mod cpu;
 mod launch;
 pub mod reference;
 
-pub(crate) use cpu::{inverse_rms, normalise, normalise_into, part};
+pub(crate) use cpu::{inverse_rms, normalise};
 pub use launch::launch;
 
 use tf_device::Buffer;
