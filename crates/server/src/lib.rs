@@ -1,1 +1,17 @@
-//! To be filled.
+//! HTTP in, replies out: the OpenAI routes over a submit handle of the engine.
+//!
+//! A body becomes prompt ids and an engine request; the engine's events become a reply or a stream, both from the same
+//! steps. Knows no device and no weight, and draws nothing: whatever could change a token happens behind the handle.
+
+pub mod config;
+pub mod error;
+pub mod generate;
+pub mod health;
+pub mod http;
+mod ids;
+pub mod openai;
+pub mod routes;
+pub mod session;
+
+pub use config::{ApiKey, Identity, ReasoningField, SamplingDefaults, Seeds, ServerConfig};
+pub use http::serve;

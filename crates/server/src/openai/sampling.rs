@@ -1,0 +1,307 @@
+//! The fields that chat and completions share: how tokens are drawn, where a reply ends, how it is sent.
+
+use tf_engine::Sampling;
+use tf_text::TokenId;
+use tf_text::fields::{BodyError, Code, Field, Fields};
+use tf_text::json::Value;
+
+use crate::config::SamplingDefaults;
+
+pub const STOPS_MAX: usize = 64;
+pub const STOP_CHARACTERS_MAX: usize = 256;
+pub const BIAS_MAX: usize = 1024;
+pub const TOP_LOGPROBS_MAX: u32 = 20;
+const TOKENS_MAX: i128 = u32::MAX as i128;
+
+/// What a body says about the reply, apart from the prompt.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Generation {
+    /// Complete but for the seed and the masked end tokens.
+    pub sampling: Sampling,
+    pub seed: Option<u64>,
+    pub max_tokens: Option<u32>,
+    pub min_tokens: u32,
+    pub choice_count: u32,
+    pub stops: Vec<String>,
+    pub stop_ids: Vec<TokenId>,
+    pub include_stop: bool,
+    pub ignore_eos: bool,
+    pub stream: bool,
+    pub include_usage: bool,
+    pub continuous_usage: bool,
+    pub draft: bool,
+    pub return_token_ids: bool,
+}
+
+/// What the server allows and assumes.
+#[derive(Clone, Copy, Debug)]
+pub struct Rules {
+    pub defaults: SamplingDefaults,
+    pub choices_max: u32,
+    pub vocab_size: u32,
+}
+
+/// Fields that other servers know and this one doesn't offer, with what to do instead.
+const REFUSED: &[(&str, &str)] = &[
+    ("modalities", "only text is written; leave it out or send [\"text\"]"),
+    ("audio", "only text is written; leave it out"),
+    ("web_search_options", "the server searches nothing; offer a tool instead"),
+    ("functions", "use tools"),
+    ("function_call", "use tool_choice"),
+    ("use_beam_search", "beam search is not offered; leave it out"),
+    ("mirostat", "mirostat is not offered; use temperature, top_p, top_k or min_p"),
+    ("structured_outputs", "structured output is not built yet; leave it out"),
+    ("guided_json", "structured output is not built yet; leave it out"),
+    ("guided_regex", "structured output is not built yet; leave it out"),
+    ("guided_choice", "structured output is not built yet; leave it out"),
+    ("guided_grammar", "structured output is not built yet; leave it out"),
+    ("grammar", "structured output is not built yet; leave it out"),
+    ("json_schema", "structured output is not built yet; leave it out"),
+    ("return_progress", "progress of the prompt is not reported yet; leave it out"),
+    ("prompt_logprobs", "use echo and logprobs of /v1/completions"),
+];
+
+/// Reads the fields.
+///
+/// # Errors
+/// The first mistake, or a field that would change the reply and isn't offered.
+pub fn generation(fields: &Fields<'_>, rules: &Rules) -> Result<Generation, BodyError> {
+    refuse_unsupported(fields)?;
+    let number = |key: &str, range| fields.get(key).map(|field| field.number(range)).transpose();
+    let integer = |key: &str, range| fields.get(key).map(|field| field.integer(range)).transpose();
+    let boolean = |key: &str| fields.get(key).map(|field| field.boolean()).transpose();
+
+    let defaults = rules.defaults;
+    let repetition_penalty = number("repetition_penalty", 0.0..=10.0)?.unwrap_or(1.0);
+    if repetition_penalty == 0.0
+        && let Some(field) = fields.get("repetition_penalty")
+    {
+        return Err(field.wrong_value("a number above 0, up to 10"));
+    }
+    let top_k = integer("top_k", i64::MIN.into()..=i64::MAX.into())?;
+    let sampling = Sampling {
+        temperature: number("temperature", 0.0..=100.0)?.map_or(defaults.temperature, |value| value as f32),
+        top_p: number("top_p", 0.0..=1.0)?.map_or(defaults.top_p, |value| value as f32),
+        top_k: top_k.map_or(defaults.top_k, |value| value.clamp(0, TOKENS_MAX) as u32),
+        min_p: number("min_p", 0.0..=1.0)?.map_or(defaults.min_p, |value| value as f32),
+        seed: 0,
+        frequency_penalty: number("frequency_penalty", -2.0..=2.0)?.unwrap_or(0.0) as f32,
+        presence_penalty: number("presence_penalty", -2.0..=2.0)?.unwrap_or(0.0) as f32,
+        repetition_penalty: repetition_penalty as f32,
+        logit_bias: logit_bias(fields, rules.vocab_size)?,
+        masked_before: 0,
+        masked: Vec::new(),
+    };
+    let max_tokens = match integer("max_completion_tokens", 0..=i64::MAX.into())? {
+        Some(value) => Some(value),
+        None => integer("max_tokens", 0..=i64::MAX.into())?,
+    };
+    let options = fields.get("stream_options").map(|field| field.object()).transpose()?;
+    let option = |key: &str| -> Result<bool, BodyError> {
+        let field = options.as_ref().and_then(|options| options.get(key));
+        Ok(field.map(|field| field.boolean()).transpose()?.unwrap_or(false))
+    };
+    // 64 bits in either reading: clients send signed and unsigned seeds.
+    let seed = integer("seed", i64::MIN.into()..=u64::MAX.into())?;
+    check_priority(fields)?;
+    let generation = Generation {
+        sampling,
+        seed: seed.map(|value| value as u64),
+        max_tokens: max_tokens.map(|value| value.min(TOKENS_MAX) as u32),
+        min_tokens: integer("min_tokens", 0..=i64::MAX.into())?.map_or(0, |value| value.min(TOKENS_MAX) as u32),
+        choice_count: integer("n", 1..=i128::from(rules.choices_max))?.map_or(1, |value| value as u32),
+        stops: stops(fields)?,
+        stop_ids: match fields.get("stop_token_ids") {
+            Some(field) => token_ids(&field, rules.vocab_size)?,
+            None => Vec::new(),
+        },
+        include_stop: boolean("include_stop_str_in_output")?.unwrap_or(false),
+        ignore_eos: boolean("ignore_eos")?.unwrap_or(false),
+        stream: boolean("stream")?.unwrap_or(false),
+        include_usage: option("include_usage")?,
+        continuous_usage: option("continuous_usage_stats")?,
+        draft: boolean("draft")?.unwrap_or(true),
+        return_token_ids: boolean("return_token_ids")?.unwrap_or(false),
+    };
+    if let Some(field) = fields.get("best_of") {
+        let best_of = field.integer(0..=i64::MAX.into())?;
+        if best_of != 0 && best_of != i128::from(generation.choice_count) {
+            let message = "best_of must equal n or be left out: all choices are returned, none is picked";
+            return Err(field.error(Code::UnsupportedParameter, message));
+        }
+    }
+    Ok(generation)
+}
+
+fn refuse_unsupported(fields: &Fields<'_>) -> Result<(), BodyError> {
+    for &(key, advice) in REFUSED {
+        let Some(field) = fields.get(key) else { continue };
+        if !is_harmless(key, field.value()) {
+            return Err(field.error(Code::UnsupportedParameter, format!("{key} is not supported: {advice}")));
+        }
+    }
+    if let Some(field) = fields.get("skip_special_tokens")
+        && !field.boolean()?
+    {
+        let message = "skip_special_tokens: false is not supported: markers are never part of a reply's text; \
+                       return_token_ids shows them";
+        return Err(field.error(Code::UnsupportedParameter, message));
+    }
+    if let Some(field) = fields.get("suffix")
+        && !field.string()?.is_empty()
+    {
+        return Err(field.error(Code::UnsupportedParameter, "suffix is not supported: this model has no fill-in form"));
+    }
+    Ok(())
+}
+
+/// Values that say the same as leaving the field out.
+fn is_harmless(key: &str, value: &Value) -> bool {
+    match value {
+        Value::Null | Value::Bool(false) => true,
+        Value::Bool(true) | Value::Object(_) => false,
+        Value::Number(text) => text.parse() == Ok(0.0),
+        Value::String(text) => text.is_empty() || (key == "function_call" && text == "none"),
+        Value::Array(items) => {
+            items.is_empty() || (key == "modalities" && items.iter().all(|item| *item == Value::String("text".into())))
+        }
+    }
+}
+
+fn check_priority(fields: &Fields<'_>) -> Result<(), BodyError> {
+    let Some(field) = fields.get("priority") else { return Ok(()) };
+    match field.value() {
+        // Numbers are what other servers take; here the queue is first come, first served.
+        Value::Number(_) => field.integer(i64::MIN.into()..=i64::MAX.into()).map(|_| ()),
+        Value::String(text) if text == "background" => {
+            Err(field.error(Code::UnsupportedValue, "priority \"background\" is not built yet; leave it out"))
+        }
+        _ => Err(field.wrong_value("\"background\" or an integer")),
+    }
+}
+
+fn logit_bias(fields: &Fields<'_>, vocab_size: u32) -> Result<Vec<(TokenId, f32)>, BodyError> {
+    let Some(field) = fields.get("logit_bias") else { return Ok(Vec::new()) };
+    let map = field.object()?;
+    let count = map.object().iter().count();
+    if count > BIAS_MAX {
+        return Err(
+            field.error(Code::InvalidValue, format!("logit_bias has {count} entries, at most {BIAS_MAX} are allowed"))
+        );
+    }
+    let mut biases = Vec::with_capacity(count);
+    for (key, _) in map.object().iter() {
+        let Some(entry) = map.get(key) else { continue };
+        let Some(token) = key.parse().ok().filter(|&token: &TokenId| token < vocab_size) else {
+            let message = format!("logit_bias has the key {key:?}; keys are token ids from 0 to {}", vocab_size - 1);
+            return Err(field.error(Code::InvalidValue, message));
+        };
+        biases.push((token, entry.number(-100.0..=100.0)? as f32));
+    }
+    Ok(biases)
+}
+
+fn stops(fields: &Fields<'_>) -> Result<Vec<String>, BodyError> {
+    let Some(field) = fields.get("stop") else { return Ok(Vec::new()) };
+    let one = |field: &Field<'_>| {
+        let text = field.string()?;
+        let characters = text.chars().count();
+        if (1..=STOP_CHARACTERS_MAX).contains(&characters) {
+            Ok(text.to_string())
+        } else {
+            Err(field.wrong_value(&format!("a string of 1 to {STOP_CHARACTERS_MAX} characters")))
+        }
+    };
+    match field.value() {
+        Value::String(_) => Ok(vec![one(&field)?]),
+        Value::Array(items) if items.len() <= STOPS_MAX => field.array()?.iter().map(one).collect(),
+        Value::Array(items) => {
+            let message = format!("stop has {} strings, at most {STOPS_MAX} are allowed", items.len());
+            Err(field.error(Code::InvalidValue, message))
+        }
+        _ => Err(field.wrong_type("a string or a list of strings")),
+    }
+}
+
+/// A list of ids inside the vocabulary.
+pub fn token_ids(field: &Field<'_>, vocab_size: u32) -> Result<Vec<TokenId>, BodyError> {
+    let ids = field.array()?;
+    ids.iter().map(|id| Ok(id.integer(0..=i128::from(vocab_size) - 1)? as TokenId)).collect()
+}
+
+/// The name that the request gives the model; empty when it gives none.
+pub fn model<'a>(fields: &Fields<'a>) -> Result<&'a str, BodyError> {
+    Ok(fields.get("model").map(|field| field.string()).transpose()?.unwrap_or(""))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(body: &str) -> Result<Generation, (&'static str, Option<String>)> {
+        let value = Value::parse(body).expect("test bodies are JSON");
+        let fields = Fields::of_body(&value).expect("test bodies are objects");
+        let defaults = SamplingDefaults { temperature: 1.0, top_p: 1.0, top_k: 0, min_p: 0.0 };
+        let rules = Rules { defaults, choices_max: 16, vocab_size: 100 };
+        generation(&fields, &rules).map_err(|error| (error.code.as_str(), error.param))
+    }
+
+    #[test]
+    fn wrong_fields_are_named() {
+        let cases = [
+            (r#"{"temperature": "hot"}"#, "invalid_type", "temperature"),
+            (r#"{"temperature": 101}"#, "invalid_value", "temperature"),
+            (r#"{"temperature": true}"#, "invalid_type", "temperature"),
+            (r#"{"top_p": 1.5}"#, "invalid_value", "top_p"),
+            (r#"{"top_k": 1.5}"#, "invalid_type", "top_k"),
+            (r#"{"min_p": -1}"#, "invalid_value", "min_p"),
+            (r#"{"frequency_penalty": 3}"#, "invalid_value", "frequency_penalty"),
+            (r#"{"repetition_penalty": 0}"#, "invalid_value", "repetition_penalty"),
+            (r#"{"logit_bias": {"100": 1}}"#, "invalid_value", "logit_bias"),
+            (r#"{"logit_bias": {"x": 1}}"#, "invalid_value", "logit_bias"),
+            (r#"{"logit_bias": {"5": 101}}"#, "invalid_value", "logit_bias.5"),
+            (r#"{"max_tokens": -1}"#, "invalid_value", "max_tokens"),
+            (r#"{"max_tokens": "5"}"#, "invalid_type", "max_tokens"),
+            (r#"{"max_completion_tokens": 1.0}"#, "invalid_type", "max_completion_tokens"),
+            (r#"{"seed": 1e3}"#, "invalid_type", "seed"),
+            (r#"{"n": 0}"#, "invalid_value", "n"),
+            (r#"{"n": 17}"#, "invalid_value", "n"),
+            (r#"{"stop": [""]}"#, "invalid_value", "stop[0]"),
+            (r#"{"stop": [1]}"#, "invalid_type", "stop[0]"),
+            (r#"{"stop": 1}"#, "invalid_type", "stop"),
+            (r#"{"stop_token_ids": [100]}"#, "invalid_value", "stop_token_ids[0]"),
+            (r#"{"stream": 1}"#, "invalid_type", "stream"),
+            (r#"{"stream_options": {"include_usage": 1}}"#, "invalid_type", "stream_options.include_usage"),
+            (r#"{"draft": 0}"#, "invalid_type", "draft"),
+            (r#"{"best_of": 3}"#, "unsupported_parameter", "best_of"),
+            (r#"{"priority": "background"}"#, "unsupported_value", "priority"),
+            (r#"{"functions": [{}]}"#, "unsupported_parameter", "functions"),
+            (r#"{"modalities": ["text", "audio"]}"#, "unsupported_parameter", "modalities"),
+            (r#"{"guided_json": {}}"#, "unsupported_parameter", "guided_json"),
+            (r#"{"suffix": "x"}"#, "unsupported_parameter", "suffix"),
+            (r#"{"skip_special_tokens": false}"#, "unsupported_parameter", "skip_special_tokens"),
+        ];
+        for (body, code, param) in cases {
+            assert_eq!(read(body), Err((code, Some(param.to_string()))), "{body}");
+        }
+    }
+
+    #[test]
+    fn null_and_unknown_fields_are_absent() {
+        let plain = read("{}");
+        let same = read(
+            r#"{"temperature": null, "stop": null, "n": null, "suffix": "", "modalities": ["text"], "functions": null,
+                "use_beam_search": false, "mirostat": 0, "top_k": -1, "nobody_knows": {"a": 1}, "priority": 3}"#,
+        );
+        assert_eq!(same, plain);
+        assert!(plain.is_ok_and(|generation| generation.draft && generation.choice_count == 1));
+    }
+
+    #[test]
+    fn seeds_are_64_bits_in_either_reading() {
+        for (text, seed) in [("18446744073709551615", u64::MAX), ("-1", u64::MAX), ("7", 7)] {
+            assert_eq!(read(&format!("{{\"seed\": {text}}}")).map(|generation| generation.seed), Ok(Some(seed)));
+        }
+        assert!(read(r#"{"seed": 18446744073709551616}"#).is_err());
+    }
+}

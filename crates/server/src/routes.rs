@@ -1,0 +1,144 @@
+//! Which path means what. A table, so that every path of the contract has its answer, built or not.
+
+/// What a path means.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Route {
+    Root,
+    Health,
+    Ready,
+    Ping,
+    Version,
+    Models,
+    Model(String),
+    Chat,
+    Completions,
+    /// Known and not there: the reason.
+    Unsupported(&'static str),
+}
+
+const LATER: &str = "This route is not built yet in this version of the server.";
+const EMBEDDINGS: &str = "This model has no embedding output; point the client's embedding setting at another server.";
+const MEDIA: &str = "This model reads and writes text only.";
+const MODERATION: &str = "There is no moderation model here.";
+
+/// Paths that are known but not served, after `/v1` is taken off; a trailing `*` matches what begins so.
+const UNSUPPORTED: &[(&str, &str)] = &[
+    ("/embeddings", EMBEDDINGS),
+    ("/rerank", EMBEDDINGS),
+    ("/score", EMBEDDINGS),
+    ("/api/embed*", EMBEDDINGS),
+    ("/audio/*", MEDIA),
+    ("/images/*", MEDIA),
+    ("/moderations", MODERATION),
+    ("/responses", LATER),
+    ("/responses/*", LATER),
+    ("/messages", LATER),
+    ("/messages/*", LATER),
+    ("/tokenize", LATER),
+    ("/detokenize", LATER),
+    ("/apply-template", LATER),
+    ("/tokenizer_info", LATER),
+    ("/memory", LATER),
+    ("/metrics", LATER),
+    ("/server_info", LATER),
+    ("/openapi.json", LATER),
+    ("/decisions", LATER),
+    ("/batches*", LATER),
+    ("/files*", LATER),
+    ("/dashboard", LATER),
+    ("/stats", LATER),
+    ("/chat", LATER),
+    ("/api/*", LATER),
+    ("/sleep", LATER),
+    ("/wake_up", LATER),
+    ("/is_sleeping", LATER),
+];
+
+impl Route {
+    /// Finds what `path` (without a query) means; a trailing slash and a leading `/v1` make no difference.
+    pub fn find(path: &str) -> Option<Route> {
+        let path = path.trim_end_matches('/');
+        let short = match path.strip_prefix("/v1") {
+            Some(rest) if rest.is_empty() || rest.starts_with('/') => rest,
+            Some(_) | None => path,
+        };
+        let is_short = short.len() < path.len();
+        Some(match short {
+            "" if !is_short => Route::Root,
+            "/health" | "/live" if !is_short => Route::Health,
+            "/ready" if !is_short => Route::Ready,
+            "/ping" if !is_short => Route::Ping,
+            "/version" if !is_short => Route::Version,
+            "/models" => Route::Models,
+            "/chat/completions" => Route::Chat,
+            "/completions" => Route::Completions,
+            _ => match short.strip_prefix("/models/") {
+                Some(id) => Route::Model(id.to_string()),
+                None => Route::Unsupported(Self::unsupported(short)?),
+            },
+        })
+    }
+
+    fn unsupported(path: &str) -> Option<&'static str> {
+        let found = UNSUPPORTED.iter().find(|(pattern, _)| match pattern.strip_suffix('*') {
+            Some(start) => path.starts_with(start),
+            None => path == *pattern,
+        });
+        found.map(|&(_, reason)| reason)
+    }
+
+    /// The methods of the path, as `Allow` lists them.
+    pub fn allow(&self) -> &'static str {
+        match self {
+            Route::Chat | Route::Completions => "POST, OPTIONS",
+            Route::Root
+            | Route::Health
+            | Route::Ready
+            | Route::Ping
+            | Route::Version
+            | Route::Models
+            | Route::Model(_) => "GET, HEAD, OPTIONS",
+            // The answer is the same for all.
+            Route::Unsupported(_) => "",
+        }
+    }
+
+    /// Whether the path is answered without a key.
+    pub fn is_open(&self) -> bool {
+        matches!(self, Route::Root | Route::Health | Route::Ready | Route::Ping)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn finds_what_a_path_means() {
+        let cases = [
+            ("/", Some(Route::Root)),
+            ("", Some(Route::Root)),
+            ("/health", Some(Route::Health)),
+            ("/health/", Some(Route::Health)),
+            ("/live", Some(Route::Health)),
+            ("/v1/models", Some(Route::Models)),
+            ("/models/", Some(Route::Models)),
+            ("/v1/models/org/name", Some(Route::Model("org/name".to_string()))),
+            ("/v1/chat/completions", Some(Route::Chat)),
+            ("/chat/completions", Some(Route::Chat)),
+            ("/v1/completions/", Some(Route::Completions)),
+            ("/v1/embeddings", Some(Route::Unsupported(EMBEDDINGS))),
+            ("/v1/audio/speech", Some(Route::Unsupported(MEDIA))),
+            ("/v1/responses", Some(Route::Unsupported(LATER))),
+            ("/api/embed", Some(Route::Unsupported(EMBEDDINGS))),
+            ("/api/chat", Some(Route::Unsupported(LATER))),
+            ("/v1", None),
+            ("/v1/health", None),
+            ("/v12/models", None),
+            ("/nonsense", None),
+        ];
+        for (path, expected) in cases {
+            assert_eq!(Route::find(path), expected, "{path}");
+        }
+    }
+}
