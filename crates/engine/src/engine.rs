@@ -155,10 +155,11 @@ impl EngineHandle {
     }
 
     fn reserve(&self, count: u32) -> Result<Vec<Place>, SubmitError> {
+        // Requests that belong together come in through one free place: a large body is never refused for its size alone.
         let limits = &self.shared.limits;
         let present_max = limits.slots.saturating_add(limits.queue);
         let reserved = self.shared.present.fetch_update(Ordering::AcqRel, Ordering::Acquire, |present| {
-            present.checked_add(count).filter(|&after| after <= present_max)
+            if present < present_max { present.checked_add(count) } else { None }
         });
         match reserved {
             Ok(_) => Ok((0..count).map(|_| Place(self.shared.clone())).collect()),

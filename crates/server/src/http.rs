@@ -210,10 +210,10 @@ fn readiness(server: &Server) -> Condition {
 
 fn check_accepting(server: &Server) -> Result<(), ApiError> {
     match Condition::of(&server.engine, server.config.watchdog) {
-        Condition::Ok | Condition::Full => Ok(()),
+        // An engine that has stopped says why when it is asked.
+        Condition::Ok | Condition::Full | Condition::Failed => Ok(()),
         Condition::Draining => Err(ApiError::draining()),
         Condition::Stalled => Err(ApiError::stalled()),
-        Condition::Failed => Err(ApiError::device_lost()),
     }
 }
 

@@ -18,7 +18,7 @@ use tf_text::TokenId;
 use tf_text::chat::Marker;
 use tf_text::tokenizer::Tokenizer;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::{TcpListener, TcpStream};
+use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::sync::oneshot;
 
 pub const MODEL: &str = "history";
@@ -50,6 +50,8 @@ pub struct Gated {
 #[derive(Default)]
 pub struct Gate {
     is_closed: AtomicBool,
+    /// The next forward fails.
+    pub is_failing: AtomicBool,
     thread: std::sync::Mutex<()>,
     changed: std::sync::Condvar,
 }
@@ -82,6 +84,9 @@ impl Model for Gated {
 
     fn forward(&mut self, plan: &RoundPlan, views: &[SequenceView<'_>], drawn: &mut Drawn) -> Result<(), ForwardError> {
         self.gate.pass();
+        if self.gate.is_failing.swap(false, Ordering::SeqCst) {
+            return Err(ForwardError::Failed("as planned".to_string()));
+        }
         self.model.forward(plan, views, drawn)
     }
 
@@ -190,7 +195,9 @@ pub async fn start(setup: Setup) -> TestServer {
         watchdog: Duration::from_secs(60),
     };
     (setup.config)(&mut config);
-    let listener = TcpListener::bind("127.0.0.1:0").await.expect("loopback has a free port");
+    let socket = small_socket();
+    socket.bind("127.0.0.1:0".parse().expect("an address")).expect("loopback has a free port");
+    let listener: TcpListener = socket.listen(64).expect("a bound socket can listen");
     let address = listener.local_addr().expect("the listener is bound");
     let (shutdown, stopping) = oneshot::channel();
     let stopping = async {
@@ -198,6 +205,13 @@ pub async fn start(setup: Setup) -> TestServer {
     };
     let serving = tokio::spawn(tf_server::serve(listener, config, engine.clone(), stopping));
     TestServer { address, engine, gate, shutdown: Some(shutdown), serving: Some(serving), thread: Some(thread) }
+}
+
+fn small_socket() -> TcpSocket {
+    let socket = TcpSocket::new_v4().expect("sockets can be made");
+    socket.set_recv_buffer_size(16 * 1024).expect("buffers can be small");
+    socket.set_send_buffer_size(16 * 1024).expect("buffers can be small");
+    socket
 }
 
 pub struct Answer {
@@ -229,7 +243,9 @@ impl Answer {
 
 impl TestServer {
     pub async fn connect(&self) -> TcpStream {
-        TcpStream::connect(self.address).await.expect("the server listens")
+        // A small buffer, so that a client that doesn't read is soon noticed.
+        let socket = small_socket();
+        socket.connect(self.address).await.expect("the server listens")
     }
 
     /// Sends a request without waiting for its answer.

@@ -1,0 +1,173 @@
+//! Clients that go away, servers that go away, engines that take their time.
+
+mod common;
+
+use std::time::Duration;
+
+use common::{Setup, parse_answer, read_answer, start};
+use serde_json::json;
+use tokio::io::AsyncReadExt;
+
+/// A reply that would take hours.
+fn endless(stream: bool) -> serde_json::Value {
+    json!({"prompt": "go", "max_tokens": 1_000_000, "ignore_eos": true, "stream": stream})
+}
+
+#[tokio::test]
+async fn a_client_that_goes_away_frees_its_slot() {
+    let server = start(Setup::default()).await;
+    for stream in [false, true] {
+        let open = server.post_open("/v1/completions", &endless(stream)).await;
+        let tokens = server.engine.stats().reply_tokens;
+        server.until("a running reply", |stats| stats.decoding == 1 && stats.reply_tokens > tokens).await;
+        drop(open);
+        server.until("a free slot", |stats| stats.decoding == 0 && stats.prefilling == 0).await;
+        assert_eq!(server.engine.stats().broken_off, if stream { 2 } else { 1 });
+    }
+    // A neighbour hears nothing of it.
+    let body = json!({"prompt": "go", "max_tokens": 20, "ignore_eos": true});
+    let alone = server.post("/v1/completions", &body).await.json();
+    let open = server.post_open("/v1/completions", &endless(true)).await;
+    server.until("a running reply", |stats| stats.decoding == 1).await;
+    let neighbour = server.post_open("/v1/completions", &body).await;
+    drop(open);
+    let neighbour = read_answer(neighbour).await.json();
+    assert_eq!(neighbour["tensorfold"]["token_sha"], alone["tensorfold"]["token_sha"]);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_client_that_goes_away_while_it_waits_leaves_the_queue() {
+    let server = start(Setup { limits: |limits| limits.slots = 1, ..Setup::default() }).await;
+    let running = server.post_open("/v1/completions", &endless(true)).await;
+    server.until("a running reply", |stats| stats.decoding == 1).await;
+    for stream in [false, true] {
+        let waiting = server.post_open("/v1/completions", &endless(stream)).await;
+        server.until("a waiting request", |stats| stats.waiting == 1).await;
+        drop(waiting);
+        server.until("an empty queue", |stats| stats.waiting == 0).await;
+    }
+    drop(running);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_silent_stream_is_kept_alive() {
+    let server =
+        start(Setup { config: |config| config.sse_ping = Duration::from_millis(20), ..Setup::default() }).await;
+    server.gate.close();
+    let body = json!({"messages": [{"role": "user", "content": "hi"}], "max_tokens": 2, "stream": true});
+    let mut open = server.post_open("/v1/chat/completions", &body).await;
+    let mut bytes = Vec::new();
+    // Head, role chunk and comments come while the engine is inside one forward.
+    while String::from_utf8_lossy(&bytes).matches(": keep-alive").count() < 3 {
+        assert!(open.read_buf(&mut bytes).await.expect("an open stream") > 0, "the stream ended");
+    }
+    let text = String::from_utf8_lossy(&bytes).into_owned();
+    let role = text.find("\"role\":\"assistant\"").expect("the role chunk comes first");
+    assert!(role < text.find(": keep-alive").expect("counted above"));
+    server.gate.open();
+    open.read_to_end(&mut bytes).await.expect("the rest");
+    assert_eq!(parse_answer(&bytes).events().last().map(String::as_str), Some("[DONE]"));
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_wait_that_is_too_long_is_429_or_an_error_event() {
+    let limits = |limits: &mut tf_engine::EngineLimits| {
+        limits.slots = 1;
+        limits.queue_timeout = Duration::from_millis(100);
+    };
+    let config = |config: &mut tf_server::ServerConfig| config.sse_ping = Duration::from_millis(30);
+    let server = start(Setup { limits, config, ..Setup::default() }).await;
+    let running = server.post_open("/v1/completions", &endless(true)).await;
+    server.until("a running reply", |stats| stats.decoding == 1).await;
+    let answer = server.post("/v1/completions", &endless(false)).await;
+    assert_eq!((answer.status, answer.json()["error"]["code"].as_str()), (429, Some("queue_timeout")));
+    assert!(answer.header("retry-after").is_some());
+    // The stream's head is out by then, so that it could be kept alive.
+    let answer = server.post("/v1/completions", &endless(true)).await;
+    assert_eq!(answer.status, 200);
+    assert!(answer.text().contains(": keep-alive"));
+    let events = answer.events();
+    assert!(events.last().is_some_and(|event| event.contains("queue_timeout")), "{events:?}");
+    drop(running);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_reply_that_fails_in_its_stream_does_not_look_finished() {
+    let server = start(Setup::default()).await;
+    let mut open = server.post_open("/v1/completions", &endless(true)).await;
+    let mut bytes = Vec::new();
+    while String::from_utf8_lossy(&bytes).matches("data: ").count() < 3 {
+        assert!(open.read_buf(&mut bytes).await.expect("an open stream") > 0, "the stream ended");
+    }
+    server.gate.is_failing.store(true, std::sync::atomic::Ordering::SeqCst);
+    open.read_to_end(&mut bytes).await.expect("the rest");
+    let answer = parse_answer(&bytes);
+    assert_eq!(answer.status, 200);
+    let events = answer.events();
+    assert!(events.len() > 2, "nothing came before the failure: {events:?}");
+    let error: serde_json::Value = serde_json::from_str(events.last().expect("an error")).expect("JSON");
+    assert_eq!(error["error"]["code"], "engine_error");
+    assert!(events.iter().all(|event| event != "[DONE]"));
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_drain_finishes_what_runs_and_refuses_what_comes() {
+    let mut server = start(Setup::default()).await;
+    let body = json!({"prompt": "go", "max_tokens": 1000, "ignore_eos": true});
+    let whole = server.post_open("/v1/completions", &body).await;
+    let mut streamed = body.clone();
+    streamed["stream"] = json!(true);
+    let streamed = server.post_open("/v1/completions", &streamed).await;
+    server.until("two running replies", |stats| stats.decoding == 2).await;
+    server.gate.close();
+    server.begin_shutdown();
+    let mut refused = server.post("/v1/completions", &json!({"prompt": 1})).await;
+    while refused.status != 503 {
+        // The signal is still on its way; what came in before it waits for the gate and is given up here.
+        refused = server.post("/v1/completions", &json!({"prompt": 1})).await;
+    }
+    assert_eq!((refused.status, refused.json()["error"]["code"].as_str()), (503, Some("draining")));
+    assert!(refused.header("retry-after").is_some());
+    let health = server.get("/health").await;
+    assert_eq!((health.status, health.json()["error"]["message"].as_str()), (503, Some("draining")));
+    server.gate.open();
+    assert_eq!(read_answer(whole).await.json()["choices"][0]["finish_reason"], "length");
+    assert_eq!(read_answer(streamed).await.events().last().map(String::as_str), Some("[DONE]"));
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_drain_that_takes_too_long_cuts_streams_with_an_error() {
+    let config = |config: &mut tf_server::ServerConfig| config.shutdown_timeout = Duration::from_millis(50);
+    let mut server = start(Setup { config, ..Setup::default() }).await;
+    let streamed = server.post_open("/v1/completions", &endless(true)).await;
+    let whole = server.post_open("/v1/completions", &endless(false)).await;
+    server.until("two running replies", |stats| stats.decoding == 2).await;
+    let reading = tokio::spawn(read_answer(streamed));
+    server.begin_shutdown();
+    let events = reading.await.expect("a task").events();
+    assert!(events.last().is_some_and(|event| event.contains("\"draining\"")), "{:?}", events.last());
+    let whole = read_answer(whole).await;
+    assert_eq!((whole.status, whole.json()["error"]["code"].as_str()), (503, Some("draining")));
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_slow_reader_is_cancelled_and_holds_up_nobody() {
+    let limits = |limits: &mut tf_engine::EngineLimits| limits.unread_tokens = 64;
+    let server = start(Setup { limits, ..Setup::default() }).await;
+    // Nothing of this stream is read, so its socket fills; rows of log-probabilities fill it soon.
+    let mut body = endless(true);
+    body["logprobs"] = json!(20);
+    let stuck = server.post_open("/v1/completions", &body).await;
+    server.until("a cancelled reader", |stats| stats.broken_off == 1).await;
+    let body = json!({"prompt": "go", "max_tokens": 5, "ignore_eos": true});
+    assert_eq!(server.post("/v1/completions", &body).await.status, 200);
+    drop(stuck);
+    server.stop().await;
+}
