@@ -17,6 +17,8 @@ pub fn launch(
     }
     let Args { vocabulary, rank, hidden, block, steps, .. } = args;
     LaunchError::check_limit("the Markov rank", rank, RANK_MAX)?;
+    LaunchError::check_shape("the Markov rank", rank, rank.next_multiple_of(16).max(16))?;
+    LaunchError::check_shape("the hidden size", hidden, hidden.next_multiple_of(16).max(16))?;
     LaunchError::check_limit("the draft steps", steps, block)?;
     LaunchError::check_room("the draft logits", args.base.f32().len(), sequences * block * vocabulary)?;
     LaunchError::check_room("the draft rows", args.hidden_rows.f32().len(), sequences * block * hidden)?;

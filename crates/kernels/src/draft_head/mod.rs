@@ -8,7 +8,8 @@
 //! confidence = (proj[..hidden] . hidden_rows[i]) + (proj[hidden..] . m)                a raw logit
 //! previous   = proposal
 //! ```
-//! `hidden_rows` are the collapsed streams *before* the final norm. Nothing is rounded. A NaN logit is never the maximum.
+//! `hidden_rows` are the collapsed streams *before* the final norm. Nothing is rounded. A NaN logit is never the maximum; what
+//! `choose` returns must be inside the vocabulary, or 0 is taken.
 //!
 //! Order: `head @ m` is one chain of fused multiply-adds over the rank ascending, `base` added to it; the two parts of the
 //! confidence are [`crate::order::sum_products`]. `head` is packed by [`pack`] into blocks of 16 tokens, so that a vector
@@ -40,7 +41,9 @@ pub struct Args<'a> {
     /// `[hidden + rank]` f32.
     pub proj: &'a Buffer,
     pub vocabulary: usize,
+    /// A multiple of 16, at most [`RANK_MAX`].
     pub rank: usize,
+    /// A multiple of 16.
     pub hidden: usize,
     /// Rows of a block in `base` and `hidden_rows`.
     pub block: usize,
