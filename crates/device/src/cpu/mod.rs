@@ -28,20 +28,15 @@ pub struct CpuQueue {
 }
 
 impl CpuQueue {
-    /// `threads` threads, the caller being one of them, left to the system's scheduler.
+    /// `threads` threads, the caller being one of them; where there are enough cores, each of the others has its own.
     pub fn new(threads: usize, level: Level) -> CpuQueue {
-        CpuQueue {
-            pool: Pool::new(threads, Placement::Free),
-            level,
-            scratch: Scratch::default(),
-            launches: LaunchLog::default(),
-        }
+        CpuQueue::placed(threads, level, Placement::Pinned)
     }
 
-    /// As [`CpuQueue::new`], each further thread bound to one core: for a process that owns the machine.
-    pub fn pinned(threads: usize, level: Level) -> CpuQueue {
+    /// As [`CpuQueue::new`], with a choice of where the threads run.
+    pub fn placed(threads: usize, level: Level, placement: Placement) -> CpuQueue {
         CpuQueue {
-            pool: Pool::new(threads, Placement::Pinned),
+            pool: Pool::new(threads, placement),
             level,
             scratch: Scratch::default(),
             launches: LaunchLog::default(),

@@ -17,9 +17,19 @@ const PIECE_GROUPS: usize = ACCUMULATORS;
 const TILE_ROWS: usize = 2;
 const TILE_INPUTS: usize = 3;
 /// From this many activation rows on, a weight row is decoded once into memory instead of once a tile.
-const PANEL_FROM: usize = 4;
+const PANEL_FROM: usize = TILE_INPUTS + 1;
+/// From this many groups on, such a tile would leave the first-level cache, and one accumulator is summed after the other.
+const STRIDED_FROM: usize = 32;
+/// Weight rows, activation rows, and activation rows that keep their state, of that form.
+const STRIDED_ROWS: usize = 4;
+const STRIDED_INPUTS: usize = 4;
+const STRIDED_BLOCK: usize = 64;
+/// Activation rows from which that form pays for weights that need no decoding.
+const STRIDED_INPUTS_FROM: usize = 8;
+/// Two vectors for each output of a block.
+const STRIDED_STATE: usize = STRIDED_BLOCK * STRIDED_ROWS * 2 * 16;
 /// Multiply-adds that are worth one more thread: about the cost of starting it.
-const THREAD_WORK: usize = 1 << 14;
+const THREAD_WORK: usize = 3 << 14;
 /// Weights of one launch at most.
 pub(crate) const TASKS_MAX: usize = 8;
 
@@ -217,7 +227,12 @@ impl<const SCALED: bool> Source for Panel<'_, SCALED> {
 
 /// Floats that [`multiply`] wants as its panel, for rows of `groups` groups.
 pub(crate) const fn panel_len(groups: usize) -> usize {
-    (TILE_ROWS * groups * (GROUP + 1)).next_multiple_of(16)
+    let tile = TILE_ROWS * groups * (GROUP + 1);
+    if groups < STRIDED_FROM {
+        return tile.next_multiple_of(16);
+    }
+    let strided = STRIDED_STATE + STRIDED_ROWS * groups.div_ceil(PIECE_GROUPS) * (GROUP + 1);
+    if tile > strided { tile.next_multiple_of(16) } else { strided.next_multiple_of(16) }
 }
 
 /// Activation rows of a launch: all of a matrix, or chosen ones.
@@ -279,14 +294,32 @@ unsafe fn tile<L: Lanes, S: Source, const R: usize, const M: usize>(
 ) -> [[f32; M]; R] {
     let mut acc = [[Sum::<L>::zero(); M]; R];
     let pieces = groups / PIECE_GROUPS;
-    for piece in 0..pieces {
-        // SAFETY: whole pieces lie inside the rows.
-        unsafe { step_piece::<L, S, R, M>(source, row, x, piece, PIECE_GROUPS, &mut acc) };
-    }
-    let rest = groups % PIECE_GROUPS;
-    if rest > 0 {
-        // SAFETY: the piece's first `rest` groups lie inside the rows.
-        unsafe { step_piece::<L, S, R, M>(source, row, x, pieces, rest, &mut acc) };
+    // SAFETY: all accesses are to groups below `groups`.
+    unsafe {
+        for piece in 0..pieces {
+            let held = hold::<L, S, R>(source, row, piece);
+            // Written out: a loop would be compiled with its accumulators in memory.
+            step::<L, S, R, M, 0>(source, row, x, held, piece, &mut acc);
+            step::<L, S, R, M, 1>(source, row, x, held, piece, &mut acc);
+            step::<L, S, R, M, 2>(source, row, x, held, piece, &mut acc);
+            step::<L, S, R, M, 3>(source, row, x, held, piece, &mut acc);
+        }
+        let rest = groups % PIECE_GROUPS;
+        if rest > 0 {
+            let held = hold::<L, S, R>(source, row, pieces);
+            step::<L, S, R, M, 0>(source, row, x, held, pieces, &mut acc);
+            if rest > 1 {
+                step::<L, S, R, M, 1>(source, row, x, held, pieces, &mut acc);
+            } else {
+                pad::<L, R, M, 1>(&mut acc);
+            }
+            if rest > 2 {
+                step::<L, S, R, M, 2>(source, row, x, held, pieces, &mut acc);
+            } else {
+                pad::<L, R, M, 2>(&mut acc);
+            }
+            pad::<L, R, M, 3>(&mut acc);
+        }
     }
     let mut sums = [[0.0; M]; R];
     for r in 0..R {
@@ -297,53 +330,65 @@ unsafe fn tile<L: Lanes, S: Source, const R: usize, const M: usize>(
     sums
 }
 
-/// The first `group_count` groups of one piece; the others are padding.
+/// One piece of `R` rows.
 ///
 /// # Safety
-/// As [`tile`], for these groups.
+/// The piece lies inside the rows.
 #[inline(always)]
-unsafe fn step_piece<L: Lanes, S: Source, const R: usize, const M: usize>(
-    source: S,
-    row: usize,
-    x: [*const f32; M],
-    piece: usize,
-    group_count: usize,
-    acc: &mut [[Sum<L>; M]; R],
-) {
-    // SAFETY: all accesses are to groups that the caller vouches for.
+unsafe fn hold<L: Lanes, S: Source, const R: usize>(source: S, row: usize, piece: usize) -> [S::Piece<L>; R] {
+    // SAFETY: the caller's promise.
     unsafe {
         let mut held = [source.piece::<L>(row, piece); R];
         for r in 1..R {
             held[r] = source.piece::<L>(row + r, piece);
         }
-        for b in 0..PIECE_GROUPS {
-            if b >= group_count {
-                for r in 0..R {
-                    for m in 0..M {
-                        acc[r][m].0[b] = acc[r][m].0[b] + L::splat(0.0);
-                    }
+        held
+    }
+}
+
+/// Group `B` of one piece.
+///
+/// # Safety
+/// The group lies inside the rows, and every `x` is readable there.
+#[inline(always)]
+unsafe fn step<L: Lanes, S: Source, const R: usize, const M: usize, const B: usize>(
+    source: S,
+    row: usize,
+    x: [*const f32; M],
+    held: [S::Piece<L>; R],
+    piece: usize,
+    acc: &mut [[Sum<L>; M]; R],
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let group = piece * PIECE_GROUPS + B;
+        let mut x_pair = [[L::splat(0.0); 2]; M];
+        for m in 0..M {
+            let at = x[m].add(group * GROUP);
+            x_pair[m] = [L::load_ptr(at), L::load_ptr(at.add(16))];
+        }
+        for r in 0..R {
+            let pair = S::pair::<L>(held[r], B);
+            if S::SCALED {
+                let scale = L::splat(source.scale(row + r, group));
+                for m in 0..M {
+                    acc[r][m].scaled(B, pair, x_pair[m], scale);
                 }
-                continue;
-            }
-            let group = piece * PIECE_GROUPS + b;
-            let mut x_pair = [[L::splat(0.0); 2]; M];
-            for m in 0..M {
-                let at = x[m].add(group * GROUP);
-                x_pair[m] = [L::load_ptr(at), L::load_ptr(at.add(16))];
-            }
-            for r in 0..R {
-                let pair = S::pair::<L>(held[r], b);
-                if S::SCALED {
-                    let scale = L::splat(source.scale(row + r, group));
-                    for m in 0..M {
-                        acc[r][m].scaled(b, pair, x_pair[m], scale);
-                    }
-                } else {
-                    for m in 0..M {
-                        acc[r][m].plain(b, pair, x_pair[m]);
-                    }
+            } else {
+                for m in 0..M {
+                    acc[r][m].plain(B, pair, x_pair[m]);
                 }
             }
+        }
+    }
+}
+
+/// What a group of padding does: its products are positive zeros.
+#[inline(always)]
+fn pad<L: Lanes, const R: usize, const M: usize, const B: usize>(acc: &mut [[Sum<L>; M]; R]) {
+    for sums in acc {
+        for sum in sums {
+            sum.0[B] = sum.0[B] + L::splat(0.0);
         }
     }
 }
@@ -439,13 +484,20 @@ impl<S: Source> Kernel for Multiply<'_, S> {
         // SAFETY: the promises of `multiply` cover every row of the range; it asserted the panel's length.
         unsafe {
             if S::CODED && inputs.count < PANEL_FROM {
-                for row in rows.clone() {
-                    row_tile::<L, S, 1>(source, row, inputs, groups, out, row - rows.start);
+                match inputs.count {
+                    1 => direct::<L, S, 1>(source, rows, inputs, groups, out),
+                    2 => direct::<L, S, 2>(source, rows, inputs, groups, out),
+                    3 => direct::<L, S, 3>(source, rows, inputs, groups, out),
+                    _ => {}
                 }
                 return;
             }
-            let (values, scales) = panel.split_at_mut(TILE_ROWS * groups * GROUP);
             let mut row = rows.start;
+            if groups >= STRIDED_FROM && inputs.count >= if S::CODED { PANEL_FROM } else { STRIDED_INPUTS_FROM } {
+                row = rows.end - rows.len() % STRIDED_ROWS;
+                strided::<L, S>(source, rows.start..row, inputs, groups, out, panel);
+            }
+            let (values, scales) = panel.split_at_mut(TILE_ROWS * groups * GROUP);
             while row < rows.end {
                 let out_row = row - rows.start;
                 let tile_rows = (rows.end - row).min(TILE_ROWS);
@@ -467,6 +519,166 @@ impl<S: Source> Kernel for Multiply<'_, S> {
                 }
                 row += tile_rows;
             }
+        }
+    }
+}
+
+/// Long rows times many inputs. The groups of one accumulator are summed for a block of inputs before those of the next, so
+/// that a quarter of the decoded weights stays in the first-level cache and an output needs one register. The order of an
+/// output is unchanged: its accumulators never meet before the end.
+///
+/// # Safety
+/// As [`multiply`]; the rows are a multiple of [`STRIDED_ROWS`].
+#[inline(always)]
+unsafe fn strided<L: Lanes, S: Source>(
+    source: S,
+    rows: Range<usize>,
+    inputs: Inputs<'_>,
+    groups: usize,
+    out: Output,
+    panel: &mut [f32],
+) {
+    let quarter = groups.div_ceil(PIECE_GROUPS);
+    let (state, panel) = panel.split_at_mut(STRIDED_STATE);
+    let (values, scales) = panel.split_at_mut(STRIDED_ROWS * quarter * GROUP);
+    // SAFETY: the caller's promise, and the lengths of `panel_len`.
+    unsafe {
+        for block in (0..inputs.count).step_by(STRIDED_BLOCK) {
+            let block_end = inputs.count.min(block + STRIDED_BLOCK);
+            for row in rows.clone().step_by(STRIDED_ROWS) {
+                for b in 0..PIECE_GROUPS {
+                    // Groups b, b + 4, .. below `groups`; a last one that is padding adds zero.
+                    let count = (groups - b).div_ceil(PIECE_GROUPS);
+                    for r in 0..STRIDED_ROWS {
+                        for at in 0..count {
+                            let [low, high] = S::pair::<L>(source.piece::<L>(row + r, at), b);
+                            let to = values.as_mut_ptr().add((r * quarter + at) * GROUP);
+                            low.store_ptr(to);
+                            high.store_ptr(to.add(16));
+                            if S::SCALED {
+                                *scales.get_unchecked_mut(r * quarter + at) =
+                                    source.scale(row + r, at * PIECE_GROUPS + b);
+                            }
+                        }
+                    }
+                    let part = Quarter { values, scales, quarter, count, b };
+                    let mut at = block;
+                    while at < block_end {
+                        let state = state.as_mut_ptr().add((at - block) * STRIDED_ROWS * 2 * 16);
+                        let out_row = row - rows.start;
+                        let count = (block_end - at).min(STRIDED_INPUTS);
+                        let mut x = [inputs.row(at); STRIDED_INPUTS];
+                        for m in 1..count {
+                            x[m] = inputs.row(at + m);
+                        }
+                        match count {
+                            1 => part.tile::<L, S, 1>([x[0]], state, out, at, out_row),
+                            2 => part.tile::<L, S, 2>([x[0], x[1]], state, out, at, out_row),
+                            3 => part.tile::<L, S, 3>([x[0], x[1], x[2]], state, out, at, out_row),
+                            _ => part.tile::<L, S, STRIDED_INPUTS>(x, state, out, at, out_row),
+                        }
+                        at += count;
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The decoded groups of accumulator `b`, of [`STRIDED_ROWS`] rows.
+#[derive(Clone, Copy)]
+struct Quarter<'a> {
+    /// `[STRIDED_ROWS, quarter * 32]`, `count` groups of each in use.
+    values: &'a [f32],
+    /// `[STRIDED_ROWS, quarter]`
+    scales: &'a [f32],
+    quarter: usize,
+    count: usize,
+    b: usize,
+}
+
+impl Quarter<'_> {
+    /// Accumulator `b` of [`STRIDED_ROWS`] x `M` outputs, and after the last one the outputs themselves. `state` holds, for
+    /// each input and row, the sum of the first two accumulators and the third one.
+    ///
+    /// # Safety
+    /// As [`strided`]; `state` is writable for `M * STRIDED_ROWS * 2` vectors.
+    #[inline(always)]
+    unsafe fn tile<L: Lanes, S: Source, const M: usize>(
+        self,
+        x: [*const f32; M],
+        state: *mut f32,
+        out: Output,
+        input: usize,
+        out_row: usize,
+    ) {
+        // SAFETY: the caller's promise.
+        unsafe {
+            let mut acc = [[L::splat(0.0); M]; STRIDED_ROWS];
+            for at in 0..self.count {
+                let mut x_pair = [[L::splat(0.0); 2]; M];
+                for m in 0..M {
+                    let from = x[m].add((at * PIECE_GROUPS + self.b) * GROUP);
+                    x_pair[m] = [L::load_ptr(from), L::load_ptr(from.add(16))];
+                }
+                for r in 0..STRIDED_ROWS {
+                    let from = self.values.as_ptr().add((r * self.quarter + at) * GROUP);
+                    let pair = [L::load_ptr(from), L::load_ptr(from.add(16))];
+                    if S::SCALED {
+                        let scale = L::splat(*self.scales.get_unchecked(r * self.quarter + at));
+                        for m in 0..M {
+                            acc[r][m] = pair[1].fma(x_pair[m][1], pair[0] * x_pair[m][0]).fma(scale, acc[r][m]);
+                        }
+                    } else {
+                        for m in 0..M {
+                            acc[r][m] = pair[1].fma(x_pair[m][1], pair[0].fma(x_pair[m][0], acc[r][m]));
+                        }
+                    }
+                }
+            }
+            for m in 0..M {
+                for r in 0..STRIDED_ROWS {
+                    let pair = state.add((m * STRIDED_ROWS + r) * 2 * 16);
+                    let third = pair.add(16);
+                    let mut sum = acc[r][m];
+                    if self.count < self.quarter {
+                        sum = sum + L::splat(0.0);
+                    }
+                    match self.b {
+                        0 => sum.store_ptr(pair),
+                        1 => (L::load_ptr(pair) + sum).store_ptr(pair),
+                        2 => sum.store_ptr(third),
+                        _ => {
+                            let sum = L::load_ptr(pair) + (L::load_ptr(third) + sum);
+                            *out.start.add((input + m) * out.stride + out_row + r) = sum.fold();
+                        }
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// All rows times `M` inputs, which are all of them, decoding in registers.
+///
+/// # Safety
+/// As [`multiply`].
+#[inline(always)]
+unsafe fn direct<L: Lanes, S: Source, const M: usize>(
+    source: S,
+    rows: Range<usize>,
+    inputs: Inputs<'_>,
+    groups: usize,
+    out: Output,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut x = [inputs.row(0); M];
+        for m in 1..M {
+            x[m] = inputs.row(m);
+        }
+        for row in rows.clone() {
+            put(tile::<L, S, 1, M>(source, row, x, groups), out, 0, row - rows.start);
         }
     }
 }

@@ -114,8 +114,17 @@ fn the_smallest_scale_is_a_subnormal_and_not_zero() {
 #[test]
 fn every_output_has_the_mirror_s_bits_in_any_company() {
     let mut values = Values::new(2);
-    let cases =
-        [(7, 160, 33), (33, 96, 33), (32, 64, 33), (5, 40, 33), (3, 5120, 7), (70, 128, 4), (1, 1, 3), (9, 256, 6)];
+    let cases = [
+        (7, 160, 33),
+        (33, 96, 33),
+        (32, 64, 33),
+        (5, 40, 33),
+        (6, 5120, 7),
+        (9, 1120, 6),
+        (70, 128, 4),
+        (1, 1, 3),
+        (9, 256, 6),
+    ];
     for (weight_rows, columns, row_max) in cases {
         let stored = Stored::new(&mut values, weight_rows, columns);
         let weights = stored.pack();
@@ -133,6 +142,24 @@ fn every_output_has_the_mirror_s_bits_in_any_company() {
                 assert_eq!(bits(&out), bits(&wanted[..rows * weight_rows]), "{case}");
             }
         }
+    }
+}
+
+#[test]
+fn a_group_of_padding_adds_positive_zero() {
+    // Every product underflows to negative zero, and only padding can make an accumulator positive.
+    for (columns, wanted) in [(128, -0.0f32), (160, 0.0), (96, 0.0), (1024, -0.0), (1120, 0.0)] {
+        let scale = vec![0; columns / 32];
+        let weights = Weights::pack(&Device::cpu(), &vec![1; 5 * columns], &scale, 5, columns).unwrap();
+        for rows in [1, 2, 3, 4, 9] {
+            let x = vec![-f32::from_bits(0x0080_0000); rows * columns];
+            let out = on_all_queues(|queue| run(queue, &weights, &x, rows, 1, Finish::F32));
+            assert_eq!(bits(&out), vec![wanted.to_bits(); 5 * rows], "{columns} columns, {rows} rows");
+        }
+        let x = vec![-f32::from_bits(0x0080_0000); columns];
+        let scales = vec![e8m0_decode(0) as f32; columns / 32];
+        let mirror = dot_scaled(&vec![e4m3_decode(1) as f32; columns], &scales, &x);
+        assert_eq!(mirror.to_bits(), wanted.to_bits(), "the mirror, {columns} columns");
     }
 }
 

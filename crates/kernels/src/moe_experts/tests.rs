@@ -6,7 +6,7 @@ use crate::moe_route::reference::Route;
 use crate::numerics_policy::Numerics;
 use crate::pack::PackError;
 use crate::reference_formats::{e2m1_decode, e4m3_decode, e8m0_decode};
-use crate::testing::{Values, assert_close, bits, device, dirty, on_all_queues};
+use crate::testing::{BF16_HALF_ULP, Values, assert_close, bits, device, dirty, on_all_queues};
 use tf_device::{Device, LaunchError, Queue};
 use tf_numerics::lanes::{Float, Level};
 use tf_numerics::math;
@@ -259,10 +259,10 @@ fn every_row_has_the_mirror_s_bits_in_any_company() {
 fn large_inner_sizes_have_the_mirror_s_bits_too() {
     let mut values = Values::new(3);
     let layer = Layer::new(&mut values, 5120, 32, 2);
-    let batch = Batch::new(&mut values, 5, 5120, 2, 1, 1.0);
+    let batch = Batch::new(&mut values, 11, 5120, 2, 1, 1.0);
     let rows = batch.x.chunks(5120).enumerate();
     let wanted: Vec<f32> = rows.flat_map(|(row, x)| layer.mirror(x, &batch.picks(row), 10.0)).collect();
-    for rows in [1, 5] {
+    for rows in [1, 5, 11] {
         let out = on_all_queues(|queue| layer.run(queue, &batch, rows, 10.0));
         assert_eq!(bits(&out), bits(&wanted[..rows * 5120]), "{rows} rows");
     }
@@ -359,8 +359,9 @@ fn outputs_are_near_the_float64_values() {
         }
         add_bound(&shared, &x, 1.0, f64::from(limit), &mut bound, &mut magnitude);
         // The sum's own rounding to bf16, and the float32 ones before it.
-        bounds
-            .extend(bound.iter().zip(magnitude).map(|(bound, magnitude)| bound + (magnitude + bound) * 2f64.powi(-8)));
+        bounds.extend(
+            bound.iter().zip(magnitude).map(|(bound, magnitude)| bound + 1.01 * (magnitude + bound) * BF16_HALF_ULP),
+        );
     }
     assert_close(&out, &wanted, &bounds);
 }
@@ -368,7 +369,7 @@ fn outputs_are_near_the_float64_values() {
 /// Adds the largest change that one expert's rounding points can make, and the magnitude of its output.
 fn add_bound(expert: &reference::Expert, x: &[f64], weight: f64, limit: f64, bound: &mut [f64], magnitude: &mut [f64]) {
     // bf16 with the float32 sum before it: a little more than half a unit in the last place.
-    let bf16 = 1.01 * 2f64.powi(-9);
+    let bf16 = 1.01 * BF16_HALF_ULP;
     let product =
         |w: &[f64]| -> Vec<f64> { w.chunks(x.len()).map(|w| w.iter().zip(x).map(|(w, x)| w * x).sum()).collect() };
     let (gate, up) = (product(&expert.w1), product(&expert.w3));
@@ -379,8 +380,8 @@ fn add_bound(expert: &reference::Expert, x: &[f64], weight: f64, limit: f64, bou
         let (g, u) = (gate.min(limit), up.clamp(-limit, limit));
         let silu = g / (1.0 + (-g).exp());
         // Clamping does not widen an error; the slope of silu is at most 1.1.
-        let silu_error = 1.1 * gate.abs() * 2.0 * bf16;
-        let up_error = up.abs() * 2.0 * bf16;
+        let silu_error = 1.1 * gate.abs() * bf16;
+        let up_error = up.abs() * bf16;
         let a = silu * u * weight;
         let before = (silu_error * (u.abs() + up_error) + silu.abs() * up_error) * weight;
         value.push(a);
