@@ -524,7 +524,12 @@ impl Parser {
     fn drain(&mut self, out: &mut Output) {
         while !self.pending.is_empty() && self.step(true, out) {}
         match &self.state {
-            State::InvokeHeader { .. } => self.cut_inside_call = true,
+            State::InvokeHeader { text } => {
+                self.cut_inside_call = true;
+                if let Some((name, _)) = text.split_once('"') {
+                    out.effect(Effect::CallStart(name.into()));
+                }
+            }
             State::ParameterHeader { parameters, text } => {
                 let mut arguments = String::from(if *parameters == 0 { "{\"" } else { ", \"" });
                 let key = text.split('"').next().unwrap_or_default();
@@ -651,10 +656,9 @@ impl Parser {
             Piece::Marker(Marker::ThinkEnd) => {
                 let effect = if in_reasoning { Effect::ReasoningEnd } else { Effect::None };
                 self.take(channel, false, effect, out);
-                if in_reasoning {
-                    self.state = State::Content { fresh: true };
-                    self.previous = None;
-                }
+                // After a stray mark the text goes on as it was.
+                self.state = State::Content { fresh: in_reasoning };
+                self.previous = None;
                 true
             }
             Piece::Marker(Marker::Dsml) => match self.bare_marker(ended) {
@@ -710,7 +714,7 @@ impl Parser {
                 Look::More { .. } | Look::Text | Look::Tag { .. } | Look::Unknown { .. } => {}
             }
         }
-        self.junk(front, out);
+        self.junk(front, ended, out);
         true
     }
 
@@ -765,7 +769,7 @@ impl Parser {
                 Look::More { .. } | Look::Text | Look::Tag { .. } | Look::Unknown { .. } => {}
             }
         }
-        self.junk(front, out);
+        self.junk(front, ended, out);
         true
     }
 
@@ -923,9 +927,10 @@ impl Parser {
         self.state = State::Lost { in_reasoning };
     }
 
-    fn junk(&mut self, front: Symbol, out: &mut Output) {
+    fn junk(&mut self, front: Symbol, ended: bool, out: &mut Output) {
         let is_space = matches!(front.piece, Piece::Char(character) if character.is_whitespace());
-        if !is_space && !self.in_junk {
+        // At the end this is a tag that was cut.
+        if !is_space && !ended && !self.in_junk {
             self.in_junk = true;
             self.malformed += 1;
         }

@@ -126,6 +126,15 @@ fn conversations_are_written_as_the_release_writes_them() {
             format!("<BOS><System>Effort 75\n\n{shown}<User>Q<Assistant><think>R</think>{both}<EOS><User><tool_result>r1</tool_result>\n\nmid\n\n<tool_result>rx</tool_result>\n\n<tool_result>r2</tool_result><Assistant><think>"),
         ),
         (
+            "results are ordered also before a system message",
+            format!(
+                r#"{{"messages":[{{"role":"user","content":"Q"}},{{"role":"assistant","content":"",{two}}},{{"role":"tool","tool_call_id":"2","content":"r2"}},{{"role":"tool","tool_call_id":"1","content":"r1"}},{{"role":"system","content":"S"}}],{off}}}"#
+            ),
+            format!(
+                "<BOS><User>Q<Assistant></think>{both}<EOS><User><tool_result>r1</tool_result>\n\n<tool_result>r2</tool_result><System>S<Assistant></think>"
+            ),
+        ),
+        (
             "results without tools on offer",
             format!(r#"{{"messages":[{{"role":"user","content":"Q"}},{{"role":"assistant","content":null,"reasoning_content":"R",{call}}},{{"role":"tool","tool_call_id":"1","content":"r"}}]}}"#),
             format!("<BOS><System>Effort 75\n\n<User>Q<Assistant></think>{calls}<EOS><User><tool_result>r</tool_result><Assistant><think>"),
@@ -252,7 +261,8 @@ fn reasoning_is_switched_as_the_table_says() {
     let on = |name: &str, value: u8| Ok((name.to_owned(), value));
     let off = || Ok(("off".to_owned(), 0));
     let bad = |code: &str, param: &str| Err((code.to_owned(), param.to_owned()));
-    let cases: Vec<(&str, Result<(String, u8), (String, String)>)> = vec![
+    type Found = Result<(String, u8), (String, String)>;
+    let cases: Vec<(&str, Found)> = vec![
         ("", on("high", 75)),
         (r#","reasoning_effort":"none""#, off()),
         (r#","reasoning_effort":"minimal""#, on("low", 50)),

@@ -1,5 +1,7 @@
 //! A reply means the same however it arrives.
 
+use std::sync::LazyLock;
+
 use serde_json::{Value, json};
 use tf_text::TokenId;
 use tf_text::chat::{Marker, ParseStart};
@@ -11,8 +13,44 @@ const OUTPUTS: &str = include_str!("golden/chat-encoding/outputs.json");
 const TINY_TOKENIZER: &[u8] = include_bytes!("../../model/tests/golden/dsv41-tiny-a/model/tokenizer.json");
 const DEMO_TOKENIZER: &[u8] = include_bytes!("../../../models/tiny-dsv41/tokenizer.json");
 
-fn tokenizer(json: &[u8]) -> Tokenizer {
-    Tokenizer::from_bytes(json).expect("the tokenizer loads")
+static TINY: LazyLock<Loaded> = LazyLock::new(|| Loaded::new(TINY_TOKENIZER));
+static DEMO: LazyLock<Loaded> = LazyLock::new(|| Loaded::new(DEMO_TOKENIZER));
+
+struct Loaded {
+    tokenizer: Tokenizer,
+    /// The token of each single byte.
+    bytes: Vec<TokenId>,
+}
+
+impl Loaded {
+    fn new(json: &[u8]) -> Loaded {
+        let tokenizer = Tokenizer::from_bytes(json).expect("the tokenizer loads");
+        let ids = 0..tokenizer.vocab_size() as TokenId;
+        let find = |byte: u8| {
+            let mut ids = ids.clone();
+            let id = ids.find(|id| !tokenizer.is_added(*id) && tokenizer.token_bytes(*id) == Some(&[byte]));
+            id.expect("every byte has a token")
+        };
+        Loaded { bytes: (0..=255).map(find).collect(), tokenizer }
+    }
+
+    fn encode(&self, text: &str) -> Vec<TokenId> {
+        self.tokenizer.encode_with_markers(text).expect("encodes")
+    }
+
+    /// One byte a token, markers by id.
+    fn encode_bytes(&self, text: &str) -> Vec<TokenId> {
+        let mut bytes = Vec::new();
+        for id in self.encode(text) {
+            if self.tokenizer.is_added(id) {
+                bytes.push(id);
+            } else {
+                let text = self.tokenizer.token_bytes(id).expect("known");
+                bytes.extend(text.iter().map(|byte| self.bytes[usize::from(*byte)]));
+            }
+        }
+        bytes
+    }
 }
 
 /// `D` stands for the marker.
@@ -84,29 +122,12 @@ fn check(options: &ReplyOptions, text: &str, end: End) -> Reply {
         let pieces = starts.windows(2).map(|range| &text[range[0]..range[1]]);
         assert_eq!(parse(options, pieces, end), whole, "{text:?} in pieces of {size}");
     }
-    for json in [TINY_TOKENIZER, DEMO_TOKENIZER] {
-        let tokenizer = tokenizer(json);
-        let ids = tokenizer.encode_with_markers(text).expect("encodes");
-        assert_eq!(parse_tokens(options, &tokenizer, &ids, end), whole, "{text:?} as tokens");
-        // One byte a token, markers by id.
-        let mut bytes = Vec::new();
-        for id in ids {
-            if tokenizer.is_added(id) {
-                bytes.push(id);
-            } else {
-                bytes
-                    .extend(tokenizer.token_bytes(id).expect("known").iter().map(|byte| byte_token(&tokenizer, *byte)));
-            }
+    for loaded in [&*TINY, &*DEMO] {
+        for ids in [loaded.encode(text), loaded.encode_bytes(text)] {
+            assert_eq!(parse_tokens(options, &loaded.tokenizer, &ids, end), whole, "{text:?} as tokens {ids:?}");
         }
-        assert_eq!(parse_tokens(options, &tokenizer, &bytes, end), whole, "{text:?} byte by byte");
     }
     whole
-}
-
-fn byte_token(tokenizer: &Tokenizer, byte: u8) -> TokenId {
-    (0..tokenizer.vocab_size() as TokenId)
-        .find(|id| !tokenizer.is_added(*id) && tokenizer.token_bytes(*id) == Some(&[byte]))
-        .expect("every byte has a token")
 }
 
 fn chat() -> ReplyOptions {
@@ -199,6 +220,7 @@ fn newlines_of_the_format_are_not_part_of_the_message() {
             Expected { reasoning: "a\n\nb", content: "c", ..TEXT },
         ),
         ("only newlines", thinking(), "\n\n</think>c".into(), Expected { content: "c", ..TEXT }),
+        ("after a stray mark", chat(), "</think>\n\nHi".into(), Expected { content: "\n\nHi", ..TEXT }),
         (
             "spaces stay",
             thinking(),
@@ -347,7 +369,7 @@ fn values_are_read_as_they_are_written() {
 #[test]
 fn a_cut_reply_keeps_what_it_has_and_says_so() {
     let text = format!("Hi\n\n{}", call());
-    let cases: [(&str, &str, &[&str], bool); 17] = [
+    let cases: [(&str, &str, &[&str], bool); 19] = [
         ("Hi\n\n", "Hi\n\n", &[], false),
         ("Hi\n\n<", "Hi\n\n<", &[], false),
         ("Hi\n\n<｜DSML", "Hi\n\n<｜DSML", &[], false),
@@ -355,6 +377,8 @@ fn a_cut_reply_keeps_what_it_has_and_says_so() {
         ("<｜DSML｜ ca", "Hi", &[], true),
         ("calls>\n", "Hi", &[], false),
         ("invoke name=\"", "Hi", &[], true),
+        ("name=\"w", "Hi", &[], true),
+        ("name=\"w\"", "Hi", &[""], true),
         ("\"w\">", "Hi", &[""], true),
         ("\"w\">\n<｜DSML｜ par", "Hi", &[""], true),
         ("name=\"loc", "Hi", &["{\"loc"], true),
@@ -410,7 +434,8 @@ fn reasoning_that_never_ends_is_reasoning() {
 #[test]
 fn stop_strings_end_each_part_on_its_own() {
     let call = call();
-    let cases: Vec<(&str, ReplyOptions, String, &[&str], Expected<'_>, Option<&str>)> = vec![
+    type Case<'a> = (&'a str, ReplyOptions, String, &'a [&'a str], Expected<'a>, Option<&'a str>);
+    let cases: Vec<Case<'_>> = vec![
         (
             "content",
             chat(),
@@ -527,9 +552,9 @@ fn nothing_of_a_stop_string_or_of_markup_is_shown_early() {
 fn raw_text_is_text_where_nothing_is_parsed() {
     let options = ReplyOptions { parse: false, ..chat() };
     let text = format!("\n\na</think>b\n\n{}", call());
-    let tokenizer = tokenizer(DEMO_TOKENIZER);
+    let tokenizer = &DEMO.tokenizer;
     let ids = tokenizer.encode_with_markers(&text).expect("encodes");
-    for found in [parse(&options, [text.as_str()], End::Stop), parse_tokens(&options, &tokenizer, &ids, End::Stop)] {
+    for found in [parse(&options, [text.as_str()], End::Stop), parse_tokens(&options, tokenizer, &ids, End::Stop)] {
         assert_eq!((found.content.as_deref(), found.calls.len()), (Some(text.as_str()), 0));
         assert_eq!((found.reasoning, found.reason), (None, FinishReason::Stop));
     }
@@ -537,7 +562,7 @@ fn raw_text_is_text_where_nothing_is_parsed() {
 
 #[test]
 fn the_end_token_ends_the_reply_and_has_no_text() {
-    let tokenizer = tokenizer(DEMO_TOKENIZER);
+    let tokenizer = &DEMO.tokenizer;
     let end = tokenizer.markers().id(Marker::EndOfSentence);
     let mut ids = tokenizer.encode_plain("one\n").expect("encodes");
     ids.push(end);
@@ -545,7 +570,7 @@ fn the_end_token_ends_the_reply_and_has_no_text() {
     let mut stream = ReplyStream::new(chat());
     let mut deltas = Vec::new();
     for &id in &ids {
-        deltas.extend(stream.push_token(&tokenizer, id));
+        deltas.extend(stream.push_token(tokenizer, id));
     }
     assert!(stream.has_ended());
     let place = ids.iter().position(|id| *id == end).expect("there") as u32;
@@ -554,7 +579,7 @@ fn the_end_token_ends_the_reply_and_has_no_text() {
     assert_eq!((finish.reason, finish.token_count), (FinishReason::Stop, place + 1));
     assert_eq!(Message::fold(&deltas).content.as_deref(), Some("one\n"));
 
-    let ignored = parse_tokens(&ReplyOptions { ignore_end: true, ..chat() }, &tokenizer, &ids, End::Length);
+    let ignored = parse_tokens(&ReplyOptions { ignore_end: true, ..chat() }, tokenizer, &ids, End::Length);
     assert_eq!((ignored.content.as_deref(), ignored.reason), (Some("one\ntwo"), FinishReason::Length));
     assert_eq!(check(&chat(), "one<｜end▁of▁sentence｜>two", End::Length).content.as_deref(), Some("one"));
 }
@@ -562,13 +587,13 @@ fn the_end_token_ends_the_reply_and_has_no_text() {
 #[test]
 fn emoji_never_become_replacement_characters() {
     let text = "ok 👩‍🚀 ž 漢";
-    let tokenizer = tokenizer(DEMO_TOKENIZER);
-    let bytes: Vec<TokenId> = text.bytes().map(|byte| byte_token(&tokenizer, byte)).collect();
+    let tokenizer = &DEMO.tokenizer;
+    let bytes: Vec<TokenId> = text.bytes().map(|byte| DEMO.bytes[usize::from(byte)]).collect();
     for cut in 0..=bytes.len() {
         let mut stream = ReplyStream::new(chat());
         let mut deltas: Vec<Delta> = Vec::new();
         for &id in &bytes[..cut] {
-            deltas.extend(stream.push_token(&tokenizer, id));
+            deltas.extend(stream.push_token(tokenizer, id));
         }
         let (rest, finish) = stream.finish(End::Length);
         deltas.extend(rest);
@@ -589,13 +614,13 @@ fn emoji_never_become_replacement_characters() {
 
 #[test]
 fn each_token_of_text_has_one_row_in_its_part() {
-    let tokenizer = tokenizer(DEMO_TOKENIZER);
+    let tokenizer = &DEMO.tokenizer;
     let text = format!("I think 👍</think>\n\nSure, I do.\n\n{}", call());
     let ids = tokenizer.encode_with_markers(&text).expect("encodes");
     let mut stream = ReplyStream::new(thinking());
     let mut deltas = Vec::new();
     for &id in &ids {
-        deltas.extend(stream.push_token(&tokenizer, id));
+        deltas.extend(stream.push_token(tokenizer, id));
     }
     let (rest, finish) = stream.finish(End::Stop);
     deltas.extend(rest);
@@ -620,12 +645,12 @@ fn each_token_of_text_has_one_row_in_its_part() {
 
 #[test]
 fn tokens_after_a_stop_string_do_not_belong_to_the_reply() {
-    let tokenizer = tokenizer(DEMO_TOKENIZER);
-    let ids: Vec<TokenId> = "ab\n\n\ncd".bytes().map(|byte| byte_token(&tokenizer, byte)).collect();
+    let tokenizer = &DEMO.tokenizer;
+    let ids: Vec<TokenId> = "ab\n\n\ncd".bytes().map(|byte| DEMO.bytes[usize::from(byte)]).collect();
     // Newlines wait for what follows them, so the stop string is seen late; the count is still exact.
     let mut stream = ReplyStream::new(ReplyOptions { stops: vec!["b\n".into()], ..chat() });
     for &id in &ids {
-        stream.push_token(&tokenizer, id);
+        stream.push_token(tokenizer, id);
     }
     let (_, finish) = stream.finish(End::Length);
     assert_eq!((finish.token_count, finish.stop.as_deref()), (3, Some("b\n")));
@@ -734,6 +759,8 @@ fn random_markup_means_the_same_at_every_split() {
             let split = parse(&options, [&text[..at], &text[at..]], end);
             assert_eq!(split, whole, "seed {seed}: {text:?} split at {at}");
         }
+        let ids = DEMO.encode(&text);
+        assert_eq!(parse_tokens(&options, &DEMO.tokenizer, &ids, end), whole, "seed {seed}: {text:?} as tokens");
         let characters: Vec<String> = text.chars().map(String::from).collect();
         assert_eq!(parse(&options, characters.iter().map(String::as_str), end), whole, "seed {seed}: {text:?}");
         for (_, arguments) in

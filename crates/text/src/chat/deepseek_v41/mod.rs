@@ -154,43 +154,40 @@ fn check(request: &Request) -> Result<(), ChatError> {
 /// Drops empty system messages, joins user and tool messages, and orders the tool results of a turn by the calls.
 fn turns(messages: &[Message]) -> Vec<Turn<'_>> {
     let mut turns: Vec<Turn<'_>> = Vec::new();
-    let mut order: HashMap<&str, usize> = HashMap::new();
     for message in messages {
-        let block = match message {
-            Message::System { content } => {
-                if !is_empty(content) {
-                    turns.push(Turn::System(content));
-                }
-                continue;
-            }
-            Message::LatestReminder { content } => {
-                turns.push(Turn::LatestReminder(content));
-                continue;
-            }
+        let turn = match message {
+            Message::System { content } if is_empty(content) => continue,
+            Message::System { content } => Turn::System(content),
+            Message::LatestReminder { content } => Turn::LatestReminder(content),
             Message::Assistant { content, reasoning, tool_calls, prefix } => {
-                sort_results(turns.last_mut(), &order);
-                if !tool_calls.is_empty() {
-                    order = tool_calls.iter().enumerate().map(|(index, call)| (call.id.as_str(), index)).collect();
-                }
-                turns.push(Turn::Assistant { content, reasoning, tool_calls, prefix: *prefix });
-                continue;
+                Turn::Assistant { content, reasoning, tool_calls, prefix: *prefix }
             }
-            Message::User { content } => Block::Own(content),
-            Message::Tool { content, call_id } => Block::ToolResult { content, call_id: call_id.as_deref() },
+            Message::User { content } => Turn::User(vec![Block::Own(content)]),
+            Message::Tool { content, call_id } => {
+                Turn::User(vec![Block::ToolResult { content, call_id: call_id.as_deref() }])
+            }
         };
-        match turns.last_mut() {
-            Some(Turn::User(blocks)) => blocks.push(block),
-            _ => turns.push(Turn::User(vec![block])),
+        match (turns.last_mut(), turn) {
+            (Some(Turn::User(blocks)), Turn::User(more)) => blocks.extend(more),
+            (_, turn) => turns.push(turn),
         }
     }
-    sort_results(turns.last_mut(), &order);
+    let mut order: HashMap<&str, usize> = HashMap::new();
+    for turn in &mut turns {
+        match turn {
+            Turn::Assistant { tool_calls, .. } if !tool_calls.is_empty() => {
+                order = tool_calls.iter().enumerate().map(|(index, call)| (call.id.as_str(), index)).collect();
+            }
+            Turn::User(blocks) => sort_results(blocks, &order),
+            Turn::Assistant { .. } | Turn::System(_) | Turn::LatestReminder(_) => {}
+        }
+    }
     turns
 }
 
 /// Orders the results by the calls they answer; blocks of other kinds stay where they are. An unknown id counts as the
 /// first call, a missing one comes last.
-fn sort_results(turn: Option<&mut Turn<'_>>, order: &HashMap<&str, usize>) {
-    let Some(Turn::User(blocks)) = turn else { return };
+fn sort_results(blocks: &mut [Block<'_>], order: &HashMap<&str, usize>) {
     let places: Vec<usize> =
         (0..blocks.len()).filter(|place| matches!(blocks[*place], Block::ToolResult { .. })).collect();
     if places.len() < 2 || order.is_empty() {
