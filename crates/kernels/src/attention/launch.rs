@@ -16,7 +16,6 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     check_rope(args.frequencies.len() * 2, shape.head_dim)?;
     LaunchError::check_room("the queries", args.q.f32().len(), rows * shape.heads * shape.head_dim)?;
     LaunchError::check_room("the attention output", args.out.f32().len(), rows * shape.heads * shape.head_dim)?;
-    LaunchError::check_room("the window records", args.records.len_bytes(), rows * record)?;
     LaunchError::check_shape("the attention sinks", args.sinks.f32().len(), shape.heads)?;
     LaunchError::check_limit("the sliding window", shape.window, shape.ring_len)?;
     let slots = args.windows.iter().map(|window| window.slot as usize + 1).max().unwrap_or(0);
@@ -24,8 +23,10 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     for row in args.rows {
         LaunchError::check_limit("a row's window", row.window as usize, args.windows.len().saturating_sub(1))?;
     }
+    // Windows describe the records, of which there may be more than query rows.
+    let records = args.records.len_bytes() / record;
     for window in args.windows {
-        LaunchError::check_limit("a window's last row", (window.first_row + window.row_count) as usize, rows)?;
+        LaunchError::check_limit("a window's last row", (window.first_row + window.row_count) as usize, records)?;
         match args.span {
             Span::Causal => {}
             Span::Block => LaunchError::check_limit("a draft block", window.row_count as usize, shape.block_rows)?,

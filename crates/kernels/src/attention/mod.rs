@@ -68,8 +68,9 @@ pub struct Args<'a> {
     /// `[rows, heads, head_dim]` f32: bf16 products, not yet rotated.
     pub q: &'a Buffer,
     pub rows: &'a [RowInfo],
+    /// The windows of `records`, which may have more rows than are asked for here.
     pub windows: &'a [WindowInfo],
-    /// `[rows, kv_store::record_bytes]` bytes: the launch's own window records.
+    /// `[the windows' rows, kv_store::record_bytes]` bytes: the launch's own window records.
     pub records: &'a Buffer,
     /// `[slots, ring_len, kv_store::record_bytes]` bytes.
     pub ring: &'a Buffer,
