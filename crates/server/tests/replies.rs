@@ -303,6 +303,33 @@ async fn stop_strings_cut_exactly_and_leak_nothing() {
 }
 
 #[tokio::test]
+async fn a_stop_that_is_found_late_takes_nothing_with_it() {
+    // In a chat the newlines wait for what follows, because a call could: the stop is seen a token after its last one.
+    let text = "a line\n\nmore and more";
+    let server = start(Setup::scripted(&[text; 2])).await;
+    let body = chat(json!({"thinking": {"type": "disabled"}, "max_tokens": 100, "stop": "\n\n", "logprobs": true}));
+    let whole = assert_stream_is_whole(&server, "/v1/chat/completions", &body).await;
+    assert_eq!(whole["choices"][0]["message"]["content"], "a line");
+    let script = common::script(text);
+    let decode = |count| common::tokenizer().decode(&script[..count], true).expect("known ids");
+    let count = (1..script.len()).find(|&count| decode(count).contains("\n\n")).expect("the stop is in the script");
+    assert_eq!(whole["usage"]["completion_tokens"], count);
+    assert_eq!(whole["tensorfold"]["token_sha"], tf_server::generate::token_sha(&script[..count]));
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_stop_ends_the_computing_too() {
+    let server = start(Setup::scripted(&["alpha beta gamma"])).await;
+    let body = json!({"prompt": "go", "max_tokens": 1_000_000, "ignore_eos": true, "stop": ["beta"]});
+    let reply = server.post("/v1/completions", &body).await.json();
+    assert_eq!(reply["choices"][0]["finish_reason"], "stop");
+    assert!(server.engine.stats().reply_tokens < 100_000, "the engine went on to the limit");
+    server.until("a free slot", |stats| stats.decoding == 0).await;
+    server.stop().await;
+}
+
+#[tokio::test]
 async fn stop_ids_end_a_reply_and_are_named() {
     let script = common::script("alpha beta gamma");
     let server = start(Setup::scripted(&["alpha beta gamma"])).await;
