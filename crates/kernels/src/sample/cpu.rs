@@ -6,7 +6,7 @@ use std::cmp::Ordering;
 use super::{Args, Draw, Drawn, Outcome, RowError, Scratch};
 use crate::parallel::threads_for;
 use tf_device::cpu::{CpuQueue, Parts, split};
-use tf_numerics::draw::{GUMBEL_MAX, Threshold, noise, weight, weight_halves};
+use tf_numerics::draw::{GUMBEL_MAX, Threshold, bits, gumbel, noise, weight, weight_halves};
 use tf_numerics::lanes::{Int, Kernel, Lanes, Mask, WIDTH, dispatch};
 use tf_numerics::math::{exp, ln};
 
@@ -14,11 +14,12 @@ const BLOCK: usize = 128;
 const LEAST: f32 = f32::NEG_INFINITY;
 /// Further behind than this a token weighs nothing: `exp(-28) < 2^-40`.
 const WEIGHTLESS: f32 = -28.0;
-/// Bins of the search for the end of top-p: so many for a step of 1 in the value.
-const BINS_PER_UNIT: f32 = 32.0;
-const BINS: usize = 1024;
-/// Up to so many candidates are simply sorted.
-const SORT_MAX: usize = 512;
+/// Places at which one pass of the search for the end of top-p asks for the weight so far.
+const PROBES: usize = 7;
+/// The search ends by sorting so few candidates.
+const SORT_MAX: u32 = 256;
+/// Passes of that search; ties can't be told apart by more.
+const PASSES_MAX: usize = 8;
 
 /// Working memory of one thread.
 #[derive(Debug, Default)]
@@ -30,8 +31,6 @@ pub(super) struct RowScratch {
     maxima: Vec<f32>,
     ranked_maxima: Vec<f32>,
     candidates: Vec<Candidate>,
-    edge: Vec<Candidate>,
-    bins: Vec<u64>,
     /// For each token, its count in the reply, with bit 31 set where prompt or reply have it. All zero between rows.
     counts: Vec<u32>,
     touched: Vec<u32>,
@@ -39,15 +38,13 @@ pub(super) struct RowScratch {
 
 #[cfg(test)]
 impl RowScratch {
-    pub(super) fn capacities(&self) -> [usize; 9] {
+    pub(super) fn capacities(&self) -> [usize; 7] {
         [
             self.values.capacity(),
             self.raw_maxima.capacity(),
             self.maxima.capacity(),
             self.ranked_maxima.capacity(),
             self.candidates.capacity(),
-            self.edge.capacity(),
-            self.bins.capacity(),
             self.counts.capacity(),
             self.touched.capacity(),
         ]
@@ -61,6 +58,13 @@ pub(super) fn key(value: f32, id: u32) -> u64 {
     let bits = (value + 0.0).to_bits();
     let ordered = if bits >> 31 == 1 { !bits } else { bits | 0x8000_0000 };
     (ordered as u64) << 32 | !id as u64
+}
+
+/// The value in a key.
+#[inline(always)]
+fn value_of(key: u64) -> f32 {
+    let ordered = (key >> 32) as u32;
+    f32::from_bits(if ordered >> 31 == 1 { ordered & 0x7fff_ffff } else { !ordered })
 }
 
 /// A token that may be drawn.
@@ -83,8 +87,7 @@ impl Candidate {
     }
     #[inline(always)]
     fn value(self) -> f32 {
-        let ordered = (self.key >> 32) as u32;
-        f32::from_bits(if ordered >> 31 == 1 { ordered & 0x7fff_ffff } else { !ordered })
+        value_of(self.key)
     }
 }
 
@@ -391,25 +394,20 @@ fn sample<L: Lanes>(
     if largest == LEAST {
         return Err(RowError::NoCandidate);
     }
-    let top_k = settings.top_k as usize;
-    let limits_count = top_k > 0 && top_k < values.len();
-    let limits_share = settings.top_p < 1.0;
+    let (top_k, top_p) = (settings.top_k as usize, settings.top_p.max(0.0));
     let mut best = None;
-    if !limits_count && !limits_share {
-        contest_all::<L>(values, draw, largest, maxima, &mut best);
+    if top_k > 0 && top_k < values.len() {
+        keep_first_k::<L>(values, top_k, largest, RankedFrom::Maxima(maxima), scratch);
+        let candidates = &mut scratch.candidates;
+        if top_p < 1.0 {
+            let total = candidates.iter().map(|c| weight(c.e)).sum();
+            let count = sorted_prefix(candidates, 0, Threshold::new(top_p, total));
+            candidates.truncate(count);
+        }
+        contest::<L>(candidates, draw, &mut best);
     } else {
-        if limits_count {
-            keep_first_k::<L>(values, top_k, largest, RankedFrom::Maxima(maxima), scratch);
-        }
-        if limits_share {
-            if limits_count {
-                let total = scratch.candidates.iter().map(|c| weight(c.e)).sum();
-                keep_share(scratch, largest, Threshold::new(settings.top_p.max(0.0), total));
-            } else {
-                keep_share_of_all::<L>(values, largest, maxima, settings.top_p.max(0.0), scratch);
-            }
-        }
-        contest::<L>(&scratch.candidates, draw, &mut best);
+        let last = if top_p < 1.0 { last_of_share::<L>(values, largest, maxima, top_p, scratch) } else { 0 };
+        contest_all::<L>(values, draw, largest, maxima, last, &mut best);
     }
     best.map(|best| best.id).ok_or(RowError::NoCandidate)
 }
@@ -417,29 +415,54 @@ fn sample<L: Lanes>(
 /// The sum of all weights. Integers, so the order is free.
 #[inline(always)]
 fn total_weight<L: Lanes>(row: &[f32], maxima: &[f32], largest: f32) -> u64 {
+    weights_from::<L, 1>(row, maxima, largest, [LEAST])[0].sum
+}
+
+/// Candidates from some value on: the sum of their weights and their number (weightless ones may be left out).
+#[derive(Clone, Copy, Default)]
+struct Share {
+    sum: u64,
+    count: u32,
+}
+
+/// The share of the values from each of `least` on.
+#[inline(always)]
+fn weights_from<L: Lanes, const N: usize>(row: &[f32], maxima: &[f32], largest: f32, least: [f32; N]) -> [Share; N] {
     // A lane's half-sums grow by at most 2^20 a step.
     const STEPS_MAX: usize = 2048;
     let zero = L::Int::splat(0);
-    let (mut upper, mut lower, mut steps) = (zero, zero, 0);
-    let mut total = 0u64;
+    let (mut upper, mut lower, mut steps) = ([zero; N], [zero; N], 0);
+    let mut shares = [Share::default(); N];
+    let lowest = least.iter().fold(f32::INFINITY, |a, &b| if a < b { a } else { b });
     let mut spare = [0.0; BLOCK];
     for (block, &block_largest) in row.chunks(BLOCK).zip(maxima) {
         // Comparing the difference and not the value: no value of the block has a larger one.
-        if block_largest - largest <= WEIGHTLESS {
+        if block_largest < lowest || block_largest - largest <= WEIGHTLESS {
             continue;
         }
         for values in full_block(block, &mut spare).as_chunks::<WIDTH>().0 {
-            let (u, l) = weight_halves(exp(L::load_array(values) - L::splat(largest)));
-            upper = upper.add(u);
-            lower = lower.add(l);
+            let values = L::load_array(values);
+            let (u, l) = weight_halves(exp(values - L::splat(largest)));
+            for i in 0..N {
+                let counts = values.ge(L::splat(least[i]));
+                upper[i] = upper[i].add(L::Int::select(counts, u, zero));
+                lower[i] = lower[i].add(L::Int::select(counts, l, zero));
+                shares[i].count += counts.bits().count_ones();
+            }
         }
         steps += BLOCK / WIDTH;
         if steps >= STEPS_MAX {
-            total += sum_halves::<L>(upper, lower);
-            (upper, lower, steps) = (zero, zero, 0);
+            for i in 0..N {
+                shares[i].sum += sum_halves::<L>(upper[i], lower[i]);
+                (upper[i], lower[i]) = (zero, zero);
+            }
+            steps = 0;
         }
     }
-    total + sum_halves::<L>(upper, lower)
+    for i in 0..N {
+        shares[i].sum += sum_halves::<L>(upper[i], lower[i]);
+    }
+    shares
 }
 
 #[inline(always)]
@@ -457,9 +480,16 @@ fn log_weight(total: u64) -> f32 {
     ln(total as f32 * (1.0 / (1u64 << 40) as f32))
 }
 
-/// Collects the candidates whose value is at least `least`.
+/// Collects the candidates whose value lies in `[least, end)`.
 #[inline(always)]
-fn gather<L: Lanes>(values: &[f32], maxima: &[f32], largest: f32, least: f32, candidates: &mut Vec<Candidate>) {
+fn gather<L: Lanes>(
+    values: &[f32],
+    maxima: &[f32],
+    largest: f32,
+    least: f32,
+    end: f32,
+    candidates: &mut Vec<Candidate>,
+) {
     candidates.clear();
     let mut spare = [0.0; BLOCK];
     for (b, (block, &block_largest)) in values.chunks(BLOCK).zip(maxima).enumerate() {
@@ -468,7 +498,8 @@ fn gather<L: Lanes>(values: &[f32], maxima: &[f32], largest: f32, least: f32, ca
         }
         for (i, values) in full_block(block, &mut spare).as_chunks::<WIDTH>().0.iter().enumerate() {
             let lanes = L::load_array(values);
-            let mut wanted = lanes.ge(L::splat(least)).and(lanes.gt(L::splat(LEAST))).bits();
+            let inside = lanes.ge(L::splat(least)).and(lanes.lt(L::splat(end)));
+            let mut wanted = inside.and(lanes.gt(L::splat(LEAST))).bits();
             if wanted == 0 {
                 continue;
             }
@@ -503,69 +534,47 @@ fn keep_first_k<L: Lanes>(values: &[f32], k: usize, largest: f32, from: RankedFr
         ranked_maxima.extend_from_slice(maxima);
         least = *ranked_maxima.select_nth_unstable_by(k - 1, |a, b| b.total_cmp(a)).1;
     }
-    gather::<L>(values, maxima, largest, least, candidates);
+    gather::<L>(values, maxima, largest, least, f32::INFINITY, candidates);
     if candidates.len() > k {
         candidates.select_nth_unstable_by_key(k - 1, |c| std::cmp::Reverse(c.key));
         candidates.truncate(k);
     }
 }
 
-/// Leaves the shortest prefix of all candidates that reaches `top_p`.
+/// The key of the last candidate of the shortest prefix that reaches `top_p`.
 #[inline(always)]
-fn keep_share_of_all<L: Lanes>(values: &[f32], largest: f32, maxima: &[f32], top_p: f32, scratch: &mut RowScratch) {
-    let threshold = Threshold::new(top_p, total_weight::<L>(values, maxima, largest));
-    // Mostly a few likely tokens suffice; what was collected says itself whether it is enough.
-    for reach in [3.0, 8.0, 16.0, -WEIGHTLESS] {
-        gather::<L>(values, maxima, largest, largest - reach, &mut scratch.candidates);
-        let sum = scratch.candidates.iter().map(|c| weight(c.e)).sum();
-        if threshold.is_reached_by(sum) {
+fn last_of_share<L: Lanes>(values: &[f32], largest: f32, maxima: &[f32], top_p: f32, scratch: &mut RowScratch) -> u64 {
+    // The first pass asks for the total as well: all that weighs anything lies within the last distance.
+    let mut distances = [1.0, 2.5, 5.0, 8.0, 12.0, 18.0, -WEIGHTLESS];
+    let mut probes: [f32; PROBES] = std::array::from_fn(|i| largest - distances[i]);
+    let mut shares = weights_from::<L, PROBES>(values, maxima, largest, probes);
+    let threshold = Threshold::new(top_p, shares[PROBES - 1].sum);
+    // Values in [least, end) hold the last candidate; `before` is the share from `end` on.
+    let (mut end, mut before) = (f32::INFINITY, Share::default());
+    let mut end_distance = 0.0;
+    let mut least = probes[PROBES - 1];
+    for _ in 0..PASSES_MAX {
+        let found = shares.iter().position(|share| threshold.is_reached_by(share.sum)).unwrap_or(PROBES - 1);
+        if found > 0 {
+            (end, before, end_distance) = (probes[found - 1], shares[found - 1], distances[found - 1]);
+        }
+        least = probes[found];
+        if shares[found].count - before.count <= SORT_MAX {
             break;
         }
+        let step = (distances[found] - end_distance) / PROBES as f32;
+        distances = std::array::from_fn(|i| end_distance + (i + 1) as f32 * step);
+        probes = std::array::from_fn(|i| if i + 1 == PROBES { least } else { largest - distances[i] });
+        shares = weights_from::<L, PROBES>(values, maxima, largest, probes);
     }
-    keep_share(scratch, largest, threshold);
+    gather::<L>(values, maxima, largest, least, end, &mut scratch.candidates);
+    let count = sorted_prefix(&mut scratch.candidates, before.sum, threshold);
+    scratch.candidates.get(count.wrapping_sub(1)).map_or(0, |last| last.key)
 }
 
-/// Leaves the shortest prefix of `scratch.candidates` that reaches the threshold; all of them if none does.
-fn keep_share(scratch: &mut RowScratch, largest: f32, threshold: Threshold) {
-    let RowScratch { candidates, edge, bins, .. } = scratch;
-    if candidates.len() <= SORT_MAX {
-        candidates.sort_unstable_by_key(|c| std::cmp::Reverse(c.key));
-        let count = prefix(candidates, 0, threshold);
-        candidates.truncate(count);
-        return;
-    }
-    // Bins by the distance from the largest: a step function of the value, so bins are ordered as values are. Only the bin in
-    // which the sum reaches the threshold has to be sorted.
-    let bin = |c: &Candidate| (((largest - c.value()) * BINS_PER_UNIT) as usize).min(BINS - 1);
-    bins.clear();
-    bins.resize(BINS, 0);
-    for candidate in candidates.iter() {
-        bins[bin(candidate)] += weight(candidate.e);
-    }
-    let (mut before, mut last) = (0, BINS - 1);
-    for (i, &weight) in bins.iter().enumerate() {
-        if threshold.is_reached_by(before + weight) {
-            last = i;
-            break;
-        }
-        before += weight;
-    }
-    edge.clear();
-    candidates.retain(|candidate| match bin(candidate).cmp(&last) {
-        Ordering::Less => true,
-        Ordering::Equal => {
-            edge.push(*candidate);
-            false
-        }
-        Ordering::Greater => false,
-    });
-    edge.sort_unstable_by_key(|c| std::cmp::Reverse(c.key));
-    let count = prefix(edge, before, threshold);
-    candidates.extend_from_slice(&edge[..count]);
-}
-
-/// Length of the shortest prefix, at least 1, that with `before` reaches the threshold.
-fn prefix(candidates: &[Candidate], before: u64, threshold: Threshold) -> usize {
+/// Sorts the candidates. Length of their shortest prefix, at least 1, that with `before` reaches the threshold.
+fn sorted_prefix(candidates: &mut [Candidate], before: u64, threshold: Threshold) -> usize {
+    candidates.sort_unstable_by_key(|c| std::cmp::Reverse(c.key));
     let mut sum = before;
     for (i, candidate) in candidates.iter().enumerate() {
         sum += weight(candidate.e);
@@ -596,26 +605,44 @@ fn contest<L: Lanes>(candidates: &[Candidate], draw: &Draw<'_>, best: &mut Optio
     }
 }
 
-/// As [`contest`], over all tokens of the row.
+/// As [`contest`], over all tokens of the row whose key is at least `last`.
 #[inline(always)]
-fn contest_all<L: Lanes>(values: &[f32], draw: &Draw<'_>, largest: f32, maxima: &[f32], best: &mut Option<Best>) {
+fn contest_all<L: Lanes>(
+    values: &[f32],
+    draw: &Draw<'_>,
+    largest: f32,
+    maxima: &[f32],
+    last: u64,
+    best: &mut Option<Best>,
+) {
     let Draw { position, settings, .. } = *draw;
+    let least = if last == 0 { LEAST } else { value_of(last) };
     // The block of the largest value goes first: its score lets most others be passed over.
     let first = maxima.iter().position(|&m| m == largest).unwrap_or(0);
     let mut spare = [0.0; BLOCK];
     for b in std::iter::once(first).chain(0..maxima.len()) {
-        let reach = maxima[b] + GUMBEL_MAX;
-        if maxima[b] == LEAST || best.as_ref().is_some_and(|best| reach < best.score) {
+        if maxima[b] < least || maxima[b] == LEAST {
             continue;
         }
+        let floor = best.as_ref().map_or(LEAST, |best| best.score);
+        if maxima[b] + GUMBEL_MAX < floor {
+            continue;
+        }
+        let last_word = L::Int::splat(last_winning_word(maxima[b], floor));
         let end = values.len().min((b + 1) * BLOCK);
         let block = full_block(&values[b * BLOCK..end], &mut spare).as_chunks::<WIDTH>().0;
         for (i, block) in block.iter().enumerate() {
             let lanes = L::load_array(block);
             let id = (b * BLOCK + i * WIDTH) as u32;
-            let scores = lanes + noise::<L>(settings.seed, position, L::iota().add(L::Int::splat(id)));
+            let words = bits(settings.seed, position, L::iota().add(L::Int::splat(id)));
+            let may_win = last_word.lt_unsigned(words).not();
+            let may_win = may_win.and(lanes.ge(L::splat(least))).and(lanes.gt(L::splat(LEAST)));
+            if !may_win.any() {
+                continue;
+            }
+            let scores = lanes + gumbel::<L>(words);
             let floor = best.as_ref().map_or(LEAST, |best| best.score);
-            let mut wanted = scores.ge(L::splat(floor)).and(lanes.gt(L::splat(LEAST))).bits();
+            let mut wanted = may_win.and(scores.ge(L::splat(floor))).bits();
             if wanted == 0 {
                 continue;
             }
@@ -623,10 +650,19 @@ fn contest_all<L: Lanes>(values: &[f32], draw: &Draw<'_>, largest: f32, maxima: 
             while wanted != 0 {
                 let l = wanted.trailing_zeros() as usize;
                 wanted &= wanted - 1;
-                if e[l] >= settings.min_p {
-                    Best::offer(best, scores[l], Candidate::new(block[l], id + l as u32, e[l]));
+                let candidate = Candidate::new(block[l], id + l as u32, e[l]);
+                if e[l] >= settings.min_p && candidate.key >= last {
+                    Best::offer(best, scores[l], candidate);
                 }
             }
         }
     }
+}
+
+/// A token of value up to `largest` can reach the score `floor` only with a random word up to this. Noise of `d` or more has a
+/// word of at most `2^32 * exp(-d)`; the margin is far beyond all rounding.
+fn last_winning_word(largest: f32, floor: f32) -> u32 {
+    let margin = 0.02 + (largest.abs() + floor.abs()) * 1e-6;
+    let lead = floor - largest - margin;
+    if lead > 1.0 { (exp(-lead) * 4_294_967_296.0) as u32 } else { u32::MAX }
 }

@@ -457,6 +457,21 @@ fn a_temperature_near_zero_is_greedy() {
 }
 
 #[test]
+fn tokens_passed_over_could_not_have_won() {
+    // The skipping of the contest over a whole row, with and without a filter, at magnitudes where sums lose bits.
+    let mut values = Values::new(8);
+    for scale in [0.0, 1.0, 30.0, 1e4, 1e7] {
+        for round in 0..60 {
+            let row: Vec<f32> =
+                (0..3000).map(|_| values.unit().powi(3) * 9.0 + values.unit().round() * scale).collect();
+            let settings = Settings { seed: round, top_p: [1.0, 0.97][round as usize % 2], ..PLAIN };
+            let draw = draw_of(&settings);
+            assert_eq!(token(&row, draw), plainly(&row, &draw), "scale {scale}, round {round}");
+        }
+    }
+}
+
+#[test]
 fn seed_position_and_nothing_else_move_the_noise() {
     let row = vec![0.0; 5000];
     let base = Settings { seed: 5, ..PLAIN };
