@@ -13,17 +13,19 @@ use tf_numerics::sum::{ACCUMULATORS, GROUP, Sum};
 
 /// Groups of one piece: one 64-byte load of FP4 codes, one round through the accumulators.
 const PIECE_GROUPS: usize = ACCUMULATORS;
-/// Weight rows and activation rows of a large tile: its accumulators fill 24 registers of 16 lanes.
+/// Weight rows and activation rows of a large tile: its accumulators fill 24 registers of 16 lanes. With more activation
+/// rows than that a weight row is decoded once into memory.
 const TILE_ROWS: usize = 2;
 const TILE_INPUTS: usize = 3;
-/// From this many activation rows on, a weight row is decoded once into memory instead of once a tile.
-const PANEL_FROM: usize = TILE_INPUTS + 1;
 /// From this many groups on, such a tile would leave the first-level cache, and one accumulator is summed after the other.
 const STRIDED_FROM: usize = 32;
-/// Weight rows, activation rows, and activation rows that keep their state, of that form.
+/// Weight rows and activation rows of a tile of that form at most, and activation rows that keep their state.
 const STRIDED_ROWS: usize = 4;
 const STRIDED_INPUTS: usize = 4;
 const STRIDED_BLOCK: usize = 64;
+/// Where a vector takes several registers, long rows or not: 4 outputs at once.
+const NARROW_ROWS: usize = 2;
+const NARROW_INPUTS: usize = 2;
 /// Activation rows from which that form pays for weights that need no decoding.
 const STRIDED_INPUTS_FROM: usize = 8;
 /// Two vectors for each output of a block.
@@ -228,9 +230,6 @@ impl<const SCALED: bool> Source for Panel<'_, SCALED> {
 /// Floats that [`multiply`] wants as its panel, for rows of `groups` groups.
 pub(crate) const fn panel_len(groups: usize) -> usize {
     let tile = TILE_ROWS * groups * (GROUP + 1);
-    if groups < STRIDED_FROM {
-        return tile.next_multiple_of(16);
-    }
     let strided = STRIDED_STATE + STRIDED_ROWS * groups.div_ceil(PIECE_GROUPS) * (GROUP + 1);
     if tile > strided { tile.next_multiple_of(16) } else { strided.next_multiple_of(16) }
 }
@@ -483,42 +482,131 @@ impl<S: Source> Kernel for Multiply<'_, S> {
         let Multiply { source, rows, inputs, groups, out, panel } = self;
         // SAFETY: the promises of `multiply` cover every row of the range; it asserted the panel's length.
         unsafe {
-            if S::CODED && inputs.count < PANEL_FROM {
-                match inputs.count {
-                    1 => direct::<L, S, 1>(source, rows, inputs, groups, out),
-                    2 => direct::<L, S, 2>(source, rows, inputs, groups, out),
-                    3 => direct::<L, S, 3>(source, rows, inputs, groups, out),
-                    _ => {}
+            if const { register_bytes::<L>() < 16 } {
+                // Tiles are for registers; without them they would only be a lot of code.
+                direct::<L, S, 1>(source, rows.clone(), inputs, groups, out, rows.start);
+            } else if const { register_bytes::<L>() < 64 } {
+                let mut row = rows.start;
+                if inputs.count > NARROW_INPUTS {
+                    row = rows.end - rows.len() % NARROW_ROWS;
+                    let whole = rows.start..row;
+                    strided::<L, S, NARROW_ROWS, NARROW_INPUTS>(source, whole, inputs, groups, out, panel);
                 }
-                return;
+                direct::<L, S, NARROW_INPUTS>(source, row..rows.end, inputs, groups, out, rows.start);
+            } else if S::CODED && inputs.count <= TILE_INPUTS {
+                direct::<L, S, TILE_INPUTS>(source, rows.clone(), inputs, groups, out, rows.start);
+            } else {
+                let mut row = rows.start;
+                let inputs_from = if S::CODED { 0 } else { STRIDED_INPUTS_FROM };
+                if groups >= STRIDED_FROM && inputs.count >= inputs_from {
+                    row = rows.end - rows.len() % STRIDED_ROWS;
+                    let whole = rows.start..row;
+                    strided::<L, S, STRIDED_ROWS, STRIDED_INPUTS>(source, whole, inputs, groups, out, panel);
+                }
+                tiled::<L, S>(source, row..rows.end, inputs, groups, out, rows.start, panel);
             }
-            let mut row = rows.start;
-            if groups >= STRIDED_FROM && inputs.count >= if S::CODED { PANEL_FROM } else { STRIDED_INPUTS_FROM } {
-                row = rows.end - rows.len() % STRIDED_ROWS;
-                strided::<L, S>(source, rows.start..row, inputs, groups, out, panel);
+        }
+    }
+}
+
+/// Bytes of one register: the alignment of the vectors, which is that of one float where there are none.
+const fn register_bytes<L: Lanes>() -> usize {
+    align_of::<L>()
+}
+
+/// All rows times all inputs, up to `M` at a time, decoding in registers.
+///
+/// # Safety
+/// As [`multiply`]; output 0 is row `first_row`.
+#[inline(always)]
+unsafe fn direct<L: Lanes, S: Source, const M: usize>(
+    source: S,
+    rows: Range<usize>,
+    inputs: Inputs<'_>,
+    groups: usize,
+    out: Output,
+    first_row: usize,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut at = 0;
+        while at < inputs.count {
+            let count = M.min(inputs.count - at);
+            match count {
+                1 => direct_rows::<L, S, 1>(source, rows.clone(), inputs, at, groups, out, first_row),
+                2 if M >= 2 => direct_rows::<L, S, 2>(source, rows.clone(), inputs, at, groups, out, first_row),
+                _ if M >= 3 => direct_rows::<L, S, 3>(source, rows.clone(), inputs, at, groups, out, first_row),
+                _ => {}
             }
-            let (values, scales) = panel.split_at_mut(TILE_ROWS * groups * GROUP);
-            while row < rows.end {
-                let out_row = row - rows.start;
-                let tile_rows = (rows.end - row).min(TILE_ROWS);
-                if S::CODED {
-                    for r in 0..tile_rows {
-                        let (values, scales) = (values.as_mut_ptr(), scales.as_mut_ptr());
-                        let at = r * groups;
-                        decode::<L, S>(source, row + r, groups, values.add(at * GROUP), scales.add(at));
-                    }
-                    if S::SCALED {
-                        let panel = Panel::<true> { values, scales, groups };
-                        either::<L, _>(panel, 0, tile_rows, inputs, groups, out, out_row);
-                    } else {
-                        let panel = Panel::<false> { values, scales, groups };
-                        either::<L, _>(panel, 0, tile_rows, inputs, groups, out, out_row);
-                    }
+            at += count;
+        }
+    }
+}
+
+/// All rows times inputs `[at, at + M)`.
+///
+/// # Safety
+/// As [`direct`].
+#[inline(always)]
+unsafe fn direct_rows<L: Lanes, S: Source, const M: usize>(
+    source: S,
+    rows: Range<usize>,
+    inputs: Inputs<'_>,
+    at: usize,
+    groups: usize,
+    out: Output,
+    first_row: usize,
+) {
+    // SAFETY: the caller's promise.
+    unsafe {
+        let mut x = [inputs.row(at); M];
+        for m in 1..M {
+            x[m] = inputs.row(at + m);
+        }
+        for row in rows {
+            put(tile::<L, S, 1, M>(source, row, x, groups), out, at, row - first_row);
+        }
+    }
+}
+
+/// Tiles of [`TILE_ROWS`] rows, each decoded into memory before its inputs where decoding costs something.
+///
+/// # Safety
+/// As [`multiply`]; output 0 is row `first_row`.
+#[inline(always)]
+unsafe fn tiled<L: Lanes, S: Source>(
+    source: S,
+    rows: Range<usize>,
+    inputs: Inputs<'_>,
+    groups: usize,
+    out: Output,
+    first_row: usize,
+    panel: &mut [f32],
+) {
+    let (values, scales) = panel.split_at_mut(TILE_ROWS * groups * GROUP);
+    let mut row = rows.start;
+    // SAFETY: the caller's promise, and the lengths of `panel_len`.
+    unsafe {
+        while row < rows.end {
+            let out_row = row - first_row;
+            let tile_rows = (rows.end - row).min(TILE_ROWS);
+            if S::CODED {
+                for r in 0..tile_rows {
+                    let (values, scales) = (values.as_mut_ptr(), scales.as_mut_ptr());
+                    let at = r * groups;
+                    decode::<L, S>(source, row + r, groups, values.add(at * GROUP), scales.add(at));
+                }
+                if S::SCALED {
+                    let panel = Panel::<true> { values, scales, groups };
+                    either::<L, _>(panel, 0, tile_rows, inputs, groups, out, out_row);
                 } else {
-                    either::<L, _>(source, row, tile_rows, inputs, groups, out, out_row);
+                    let panel = Panel::<false> { values, scales, groups };
+                    either::<L, _>(panel, 0, tile_rows, inputs, groups, out, out_row);
                 }
-                row += tile_rows;
+            } else {
+                either::<L, _>(source, row, tile_rows, inputs, groups, out, out_row);
             }
+            row += tile_rows;
         }
     }
 }
@@ -528,9 +616,9 @@ impl<S: Source> Kernel for Multiply<'_, S> {
 /// output is unchanged: its accumulators never meet before the end.
 ///
 /// # Safety
-/// As [`multiply`]; the rows are a multiple of [`STRIDED_ROWS`].
+/// As [`multiply`]; the rows are a multiple of `R`.
 #[inline(always)]
-unsafe fn strided<L: Lanes, S: Source>(
+unsafe fn strided<L: Lanes, S: Source, const R: usize, const M: usize>(
     source: S,
     rows: Range<usize>,
     inputs: Inputs<'_>,
@@ -540,16 +628,16 @@ unsafe fn strided<L: Lanes, S: Source>(
 ) {
     let quarter = groups.div_ceil(PIECE_GROUPS);
     let (state, panel) = panel.split_at_mut(STRIDED_STATE);
-    let (values, scales) = panel.split_at_mut(STRIDED_ROWS * quarter * GROUP);
+    let (values, scales) = panel.split_at_mut(R * quarter * GROUP);
     // SAFETY: the caller's promise, and the lengths of `panel_len`.
     unsafe {
         for block in (0..inputs.count).step_by(STRIDED_BLOCK) {
             let block_end = inputs.count.min(block + STRIDED_BLOCK);
-            for row in rows.clone().step_by(STRIDED_ROWS) {
+            for row in rows.clone().step_by(R) {
                 for b in 0..PIECE_GROUPS {
                     // Groups b, b + 4, .. below `groups`; a last one that is padding adds zero.
-                    let count = (groups - b).div_ceil(PIECE_GROUPS);
-                    for r in 0..STRIDED_ROWS {
+                    let count = groups.saturating_sub(b).div_ceil(PIECE_GROUPS);
+                    for r in 0..R {
                         for at in 0..count {
                             let [low, high] = S::pair::<L>(source.piece::<L>(row + r, at), b);
                             let to = values.as_mut_ptr().add((r * quarter + at) * GROUP);
@@ -564,18 +652,19 @@ unsafe fn strided<L: Lanes, S: Source>(
                     let part = Quarter { values, scales, quarter, count, b };
                     let mut at = block;
                     while at < block_end {
-                        let state = state.as_mut_ptr().add((at - block) * STRIDED_ROWS * 2 * 16);
+                        let state = state.as_mut_ptr().add((at - block) * R * 2 * 16);
                         let out_row = row - rows.start;
-                        let count = (block_end - at).min(STRIDED_INPUTS);
-                        let mut x = [inputs.row(at); STRIDED_INPUTS];
+                        let count = (block_end - at).min(M);
+                        let mut x = [inputs.row(at); M];
                         for m in 1..count {
                             x[m] = inputs.row(at + m);
                         }
                         match count {
-                            1 => part.tile::<L, S, 1>([x[0]], state, out, at, out_row),
-                            2 => part.tile::<L, S, 2>([x[0], x[1]], state, out, at, out_row),
-                            3 => part.tile::<L, S, 3>([x[0], x[1], x[2]], state, out, at, out_row),
-                            _ => part.tile::<L, S, STRIDED_INPUTS>(x, state, out, at, out_row),
+                            1 => part.tile::<L, S, R, 1>(first(x), state, out, at, out_row),
+                            2 if M >= 2 => part.tile::<L, S, R, 2>(first(x), state, out, at, out_row),
+                            3 if M >= 3 => part.tile::<L, S, R, 3>(first(x), state, out, at, out_row),
+                            _ if M >= 4 => part.tile::<L, S, R, 4>(first(x), state, out, at, out_row),
+                            _ => {}
                         }
                         at += count;
                     }
@@ -585,12 +674,18 @@ unsafe fn strided<L: Lanes, S: Source>(
     }
 }
 
-/// The decoded groups of accumulator `b`, of [`STRIDED_ROWS`] rows.
+/// The first `N` of `M` rows.
+#[inline(always)]
+fn first<const M: usize, const N: usize>(x: [*const f32; M]) -> [*const f32; N] {
+    std::array::from_fn(|m| x[m])
+}
+
+/// The decoded groups of accumulator `b`, of the rows of a tile.
 #[derive(Clone, Copy)]
 struct Quarter<'a> {
-    /// `[STRIDED_ROWS, quarter * 32]`, `count` groups of each in use.
+    /// `[rows, quarter * 32]`, `count` groups of each in use.
     values: &'a [f32],
-    /// `[STRIDED_ROWS, quarter]`
+    /// `[rows, quarter]`
     scales: &'a [f32],
     quarter: usize,
     count: usize,
@@ -598,13 +693,13 @@ struct Quarter<'a> {
 }
 
 impl Quarter<'_> {
-    /// Accumulator `b` of [`STRIDED_ROWS`] x `M` outputs, and after the last one the outputs themselves. `state` holds, for
+    /// Accumulator `b` of `R` x `M` outputs, and after the last one the outputs themselves. `state` holds, for
     /// each input and row, the sum of the first two accumulators and the third one.
     ///
     /// # Safety
-    /// As [`strided`]; `state` is writable for `M * STRIDED_ROWS * 2` vectors.
+    /// As [`strided`]; `state` is writable for `M * R * 2` vectors.
     #[inline(always)]
-    unsafe fn tile<L: Lanes, S: Source, const M: usize>(
+    unsafe fn tile<L: Lanes, S: Source, const R: usize, const M: usize>(
         self,
         x: [*const f32; M],
         state: *mut f32,
@@ -614,14 +709,14 @@ impl Quarter<'_> {
     ) {
         // SAFETY: the caller's promise.
         unsafe {
-            let mut acc = [[L::splat(0.0); M]; STRIDED_ROWS];
+            let mut acc = [[L::splat(0.0); M]; R];
             for at in 0..self.count {
                 let mut x_pair = [[L::splat(0.0); 2]; M];
                 for m in 0..M {
                     let from = x[m].add((at * PIECE_GROUPS + self.b) * GROUP);
                     x_pair[m] = [L::load_ptr(from), L::load_ptr(from.add(16))];
                 }
-                for r in 0..STRIDED_ROWS {
+                for r in 0..R {
                     let from = self.values.as_ptr().add((r * self.quarter + at) * GROUP);
                     let pair = [L::load_ptr(from), L::load_ptr(from.add(16))];
                     if S::SCALED {
@@ -637,8 +732,8 @@ impl Quarter<'_> {
                 }
             }
             for m in 0..M {
-                for r in 0..STRIDED_ROWS {
-                    let pair = state.add((m * STRIDED_ROWS + r) * 2 * 16);
+                for r in 0..R {
+                    let pair = state.add((m * R + r) * 2 * 16);
                     let third = pair.add(16);
                     let mut sum = acc[r][m];
                     if self.count < self.quarter {
@@ -655,30 +750,6 @@ impl Quarter<'_> {
                     }
                 }
             }
-        }
-    }
-}
-
-/// All rows times `M` inputs, which are all of them, decoding in registers.
-///
-/// # Safety
-/// As [`multiply`].
-#[inline(always)]
-unsafe fn direct<L: Lanes, S: Source, const M: usize>(
-    source: S,
-    rows: Range<usize>,
-    inputs: Inputs<'_>,
-    groups: usize,
-    out: Output,
-) {
-    // SAFETY: the caller's promise.
-    unsafe {
-        let mut x = [inputs.row(0); M];
-        for m in 1..M {
-            x[m] = inputs.row(m);
-        }
-        for row in rows.clone() {
-            put(tile::<L, S, 1, M>(source, row, x, groups), out, 0, row - rows.start);
         }
     }
 }

@@ -36,8 +36,7 @@ impl Weights {
         check_length("the weight", weight, rows * columns, rows, columns)?;
         check_length("the scale", scale, row_blocks * column_blocks, row_blocks, column_blocks)?;
         check_scales(scale, column_blocks)?;
-        // The decoder of the kernels has no NaN.
-        if let Some(at) = weight.iter().position(|code| code & 0x7f == 0x7f) {
+        if let Some(at) = find_nan(weight) {
             return Err(PackError::NanWeight { row: at / columns, column: at % columns, code: weight[at] });
         }
         let stride = column_blocks * BLOCK;
@@ -92,4 +91,13 @@ impl Weights {
     pub(crate) fn scales(&self) -> &[f32] {
         self.scales.f32()
     }
+}
+
+/// The first code that is not a number: the kernels' decoder has none.
+fn find_nan(weight: &[u8]) -> Option<usize> {
+    let is_nan = |code: &u8| code & 0x7f == 0x7f;
+    // Without an early exit inside a chunk the search compiles to vectors.
+    let found = |chunk: &[u8]| chunk.iter().fold(false, |found, code| found | is_nan(code));
+    let chunk = weight.chunks(4096).position(found)? * 4096;
+    weight[chunk..].iter().position(is_nan).map(|at| chunk + at)
 }

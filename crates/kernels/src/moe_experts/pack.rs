@@ -238,14 +238,35 @@ impl Layout {
     }
 }
 
-/// One row from the checkpoint's nibble order to layout B. `packed` is zero and long enough.
+/// One row from the checkpoint's nibble order to layout B. `packed` is zero and holds whole pieces.
 fn pack_row(packed: &mut [u8], row: &[u8]) {
-    for (index, byte) in row.iter().enumerate() {
-        for (half, code) in [byte & 15, byte >> 4].into_iter().enumerate() {
-            let (at, shift) = place(2 * index + half);
-            packed[at] |= code << shift;
+    let (pieces, rest) = row.as_chunks::<PIECE_BYTES>();
+    let (packed, _) = packed.as_chunks_mut::<PIECE_BYTES>();
+    for (packed, piece) in packed.iter_mut().zip(pieces) {
+        *packed = pack_piece(piece);
+    }
+    if !rest.is_empty() {
+        let mut piece = [0; PIECE_BYTES];
+        piece[..rest.len()].copy_from_slice(rest);
+        packed[pieces.len()] = pack_piece(&piece);
+    }
+}
+
+/// 128 codes. Byte `8 n + j` of the source holds nibble `n` of lanes `2 j` and `2 j + 1`; the loops are in the order that
+/// compiles to vectors, since an expert has millions of codes.
+fn pack_piece(piece: &[u8; PIECE_BYTES]) -> [u8; PIECE_BYTES] {
+    let (mut even, mut odd) = ([0u32; 8], [0u32; 8]);
+    for (nibble, bytes) in piece.as_chunks::<8>().0.iter().enumerate() {
+        for j in 0..8 {
+            even[j] |= u32::from(bytes[j] & 15) << (4 * nibble);
+            odd[j] |= u32::from(bytes[j] >> 4) << (4 * nibble);
         }
     }
+    let mut packed = [0; PIECE_BYTES];
+    for (pair, (even, odd)) in packed.as_chunks_mut::<8>().0.iter_mut().zip(even.into_iter().zip(odd)) {
+        *pair = (u64::from(even) | u64::from(odd) << 32).to_le_bytes();
+    }
+    packed
 }
 
 fn unpack_row(packed: &[u8], columns: usize) -> impl Iterator<Item = u8> + '_ {
