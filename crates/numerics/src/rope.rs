@@ -83,3 +83,74 @@ fn turn(row: &mut [f32], sin: &[f32], cos: &[f32], direction: f32) {
         (pair[0], pair[1]) = (a.bf16_round(), b.bf16_round());
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::bf16;
+
+    const RELEASE: Yarn =
+        Yarn { factor: 16.0, beta_fast: 32.0, beta_slow: 1.0, original_max_position_embeddings: 65_536 };
+
+    #[test]
+    fn frequencies_fall_from_one_by_equal_factors() {
+        let plain = frequencies(10_000.0, 64);
+        assert_eq!(plain.len(), 32);
+        assert_eq!(plain[0], 1.0);
+        assert_eq!(plain[16], 0.01);
+        for pair in plain.windows(2) {
+            assert!((pair[1] / pair[0] - 0.749_894_2).abs() < 1e-6);
+        }
+    }
+
+    #[test]
+    fn the_release_blends_between_pairs_15_and_25() {
+        assert_eq!(yarn_range(160_000.0, 64, RELEASE), (15.0, 25.0));
+        let (plain, blended) = (frequencies(160_000.0, 64), yarn_frequencies(160_000.0, 64, RELEASE));
+        for i in 0..32 {
+            let share = blended[i] / plain[i];
+            match i {
+                0..=15 => assert_eq!(share, 1.0, "{i}"),
+                16..25 => assert!(share < 1.0 && share > 0.0625, "{i}"),
+                _ => assert_eq!(share, 0.0625, "{i}"),
+            }
+        }
+    }
+
+    #[test]
+    fn a_range_of_no_width_is_a_step() {
+        let yarn = Yarn { beta_fast: 2.0, beta_slow: 1.9, ..RELEASE };
+        let (low, high) = yarn_range(160_000.0, 4, yarn);
+        assert_eq!((low, high), (1.0, 2.0));
+        assert!(yarn_frequencies(160_000.0, 4, yarn).iter().all(|f| f.is_finite()));
+    }
+
+    #[test]
+    fn pairs_are_adjacent_and_turn_counter_clockwise() {
+        let mut row = [1.0, 0.0, 0.0, 2.0];
+        rotate_row(&mut row, &[1.0, 1.0], &[0.0, 0.0]);
+        assert_eq!(row, [0.0, 1.0, -2.0, 0.0]);
+        rotate_row_back(&mut row, &[1.0, 1.0], &[0.0, 0.0]);
+        assert_eq!(row, [1.0, 0.0, 0.0, 2.0]);
+    }
+
+    #[test]
+    fn turning_back_undoes_a_turn_up_to_the_roundings() {
+        let f = frequencies(10_000.0, 64);
+        let (mut sin, mut cos) = ([0.0; 32], [0.0; 32]);
+        for position in [0, 1, 77, 4095, 1_048_575] {
+            angles(position, &f, &mut sin, &mut cos);
+            let row: Vec<f32> = (0..64).map(|i| bf16::round((i as f32 - 31.7) * 0.13)).collect();
+            let mut turned = row.clone();
+            rotate_row(&mut turned, &sin, &cos);
+            assert_eq!(turned == row, position == 0);
+            assert!(turned.iter().all(|&v| bf16::round(v) == v));
+            rotate_row_back(&mut turned, &sin, &cos);
+            for (pair, wanted) in turned.chunks(2).zip(row.chunks(2)) {
+                let length = wanted[0].hypot(wanted[1]);
+                assert!((pair[0] - wanted[0]).abs() <= length / 64.0, "{position}");
+                assert!((pair[1] - wanted[1]).abs() <= length / 64.0, "{position}");
+            }
+        }
+    }
+}

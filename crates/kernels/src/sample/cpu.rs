@@ -181,7 +181,7 @@ fn choose_token<L: Lanes>(
     let greedy = settings.temperature <= 0.0;
     let changed = change_logits(row, draw, scratch);
     if greedy && !changed {
-        return first_largest::<L>(row, &scratch.raw_maxima, largest).ok_or(RowError::NoCandidate);
+        return first_largest(row, &scratch.raw_maxima, largest).ok_or(RowError::NoCandidate);
     }
     // The lists are taken out, so that the row may be borrowed from the same scratch; they go back at the end.
     let mut values = std::mem::take(&mut scratch.values);
@@ -222,7 +222,7 @@ fn choose_token<L: Lanes>(
 #[inline(always)]
 fn most_likely<L: Lanes>(values: &[f32], maxima: &mut Vec<f32>) -> Result<u32, RowError> {
     let largest = survey::<L>(values, maxima)?;
-    first_largest::<L>(values, maxima, largest).ok_or(RowError::NoCandidate)
+    first_largest(values, maxima, largest).ok_or(RowError::NoCandidate)
 }
 
 /// A block of a row; a short last one is filled with minus infinity.
@@ -264,7 +264,7 @@ fn survey<L: Lanes>(row: &[f32], maxima: &mut Vec<f32>) -> Result<f32, RowError>
 
 /// The lowest index of the largest value; `None` when that is minus infinity.
 #[inline(always)]
-fn first_largest<L: Lanes>(row: &[f32], maxima: &[f32], largest: f32) -> Option<u32> {
+fn first_largest(row: &[f32], maxima: &[f32], largest: f32) -> Option<u32> {
     if largest == LEAST {
         return None;
     }
