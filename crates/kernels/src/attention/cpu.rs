@@ -28,7 +28,12 @@ pub(super) fn run(queue: &mut CpuQueue, args: Args<'_>) {
         windows,
         records: records.u8(),
         ring: ring.u8(),
-        compressed: compressed.map(|c| Selection { cache: c.cache.u8(), ids: c.selected.u32(), counts: c.counts.u32(), c }),
+        compressed: compressed.map(|c| Selection {
+            cache: c.cache.u8(),
+            ids: c.selected.u32(),
+            counts: c.counts.u32(),
+            c,
+        }),
         sinks: sinks.f32(),
         frequencies,
         out: Parts::new(&mut out.f32_mut()[..rows.len() * shape.heads * shape.head_dim]),
@@ -228,7 +233,7 @@ fn row_heads<L: Lanes>(
     // SAFETY: this head block of row `r` belongs to this thread.
     let out = unsafe { job.out.part(at..at + here * head_dim) };
     let (selected_scores, span_scores) = scores.split_at(count);
-    let probabilities = [&*selected_scores, &*span_scores];
+    let probabilities = [selected_scores, span_scores];
     let mut h = 0;
     while h < here {
         let out = &mut out[h * head_dim..];
@@ -246,13 +251,7 @@ fn row_heads<L: Lanes>(
 
 /// `scores[j][h] = (query_h . key_j) * scale`, and the running maximum.
 #[inline(always)]
-fn score_keys<L: Lanes>(
-    keys: &[f32],
-    queries: &[[f32; WIDTH]],
-    scale: L,
-    scores: &mut [[f32; WIDTH]],
-    max: &mut L,
-) {
+fn score_keys<L: Lanes>(keys: &[f32], queries: &[[f32; WIDTH]], scale: L, scores: &mut [[f32; WIDTH]], max: &mut L) {
     let mut keys = keys;
     let mut scores = scores;
     while !scores.is_empty() {
@@ -346,8 +345,7 @@ mod tests {
     use tf_device::{Buffer, LaunchError, Queue};
     use tf_numerics::lanes::Level;
 
-    const SMALL: Shape =
-        Shape { heads: 8, head_dim: 64, window: 16, ring_len: 24, selected_max: 12, block_rows: 0 };
+    const SMALL: Shape = Shape { heads: 8, head_dim: 64, window: 16, ring_len: 24, selected_max: 12, block_rows: 0 };
     const RELEASE: Shape =
         Shape { heads: 64, head_dim: 512, window: 128, ring_len: 140, selected_max: 40, block_rows: 0 };
     const ODD: Shape = Shape { heads: 21, head_dim: 96, window: 7, ring_len: 9, selected_max: 5, block_rows: 0 };
@@ -559,7 +557,8 @@ mod tests {
     fn selection(shape: Shape, row: RowInfo) -> Vec<u32> {
         let seen = visible(row.position, RATIO) as u32;
         let mut values = Values::new(u64::from(row.position) + 5);
-        let mut ids: Vec<u32> = (0..shape.selected_max).map(|_| values.below(seen.max(1))).filter(|&id| id < seen).collect();
+        let mut ids: Vec<u32> =
+            (0..shape.selected_max).map(|_| values.below(seen.max(1))).filter(|&id| id < seen).collect();
         ids.sort_unstable();
         ids.dedup();
         ids
@@ -574,7 +573,8 @@ mod tests {
             let release = layer.wanted(outcome, r, span, compressed, Numerics::Release);
             // P and the output twice in bf16, of values up to 4 (normalised rows), and a query rounded the other way now and
             // then; the softmax weights add up to less than one.
-            let bounds: Vec<f64> = exact.iter().map(|w| w.abs() * 2.0 * BF16_HALF_ULP + 4.0 * 3.0 * BF16_HALF_ULP).collect();
+            let bounds: Vec<f64> =
+                exact.iter().map(|w| w.abs() * 2.0 * BF16_HALF_ULP + 4.0 * 3.0 * BF16_HALF_ULP).collect();
             assert_close(got, &exact, &bounds);
             equal += got.iter().zip(&release).filter(|(got, wanted)| f64::from(**got) == **wanted).count();
             all += got.len();
@@ -650,7 +650,8 @@ mod tests {
                 for (i, &count) in cuts.iter().enumerate() {
                     // The neighbour comes first or last, and with as many rows as it likes.
                     let neighbour = (1, start, 1 + i as u32 % 3);
-                    let windows = if i % 2 == 0 { [neighbour, (0, start, count)] } else { [(0, start, count), neighbour] };
+                    let windows =
+                        if i % 2 == 0 { [neighbour, (0, start, count)] } else { [(0, start, count), neighbour] };
                     let out = layer.run(&mut queue, &windows, Span::Causal, true).out;
                     let first = if i % 2 == 0 { neighbour.2 as usize } else { 0 };
                     got.extend_from_slice(&out[first * width..][..count as usize * width]);

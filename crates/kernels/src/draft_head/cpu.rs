@@ -261,8 +261,7 @@ mod tests {
                 let rows = |v: &[f32], width: usize| wide(&v[s * 5 * width..(s + 1) * 5 * width]);
                 let (base, hidden_rows) = (rows(&setting.base, vocabulary), rows(&setting.hidden_rows, hidden));
                 let (embed, head, proj) = (wide(&setting.embed), wide(&setting.head), wide(&setting.proj));
-                let wanted =
-                    reference::proposals(&base, &hidden_rows, &embed, &head, &proj, rank, setting.anchors[s]);
+                let wanted = reference::proposals(&base, &hidden_rows, &embed, &head, &proj, rank, setting.anchors[s]);
                 assert_eq!(tokens[s * 5..(s + 1) * 5], wanted.ids);
                 // Terms of at most 2, one rounding for 64 of them a lane and ten more.
                 let terms = (hidden + rank) as f64;

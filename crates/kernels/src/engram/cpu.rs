@@ -192,7 +192,12 @@ mod tests {
         (codes, scales)
     }
 
-    fn gather(queue: &mut Queue, table: &(Vec<u8>, Vec<u8>), ids: &[u32], quantise: bool) -> Result<Vec<f32>, EngramError> {
+    fn gather(
+        queue: &mut Queue,
+        table: &(Vec<u8>, Vec<u8>),
+        ids: &[u32],
+        quantise: bool,
+    ) -> Result<Vec<f32>, EngramError> {
         let mut out = dirty(ids.len() * 32);
         let (codes, scales) = (&table.0, &table.1);
         launch_gather(queue, GatherArgs { codes, scales, ids, columns: 6, head_dim: 32, quantise, out: &mut out })?;

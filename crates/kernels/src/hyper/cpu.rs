@@ -20,7 +20,8 @@ const OUTPUT_CHUNK: usize = 2;
 const OUTPUT_ITEMS: usize = MIXES / OUTPUT_CHUNK + 1;
 
 pub(super) fn run_enter(queue: &mut CpuQueue, args: EnterArgs<'_>) {
-    let EnterArgs { y, streams, mix, post, comb, weights, norm, constants, rows, hidden, normed, quantised, scratch } = args;
+    let EnterArgs { y, streams, mix, post, comb, weights, norm, constants, rows, hidden, normed, quantised, scratch } =
+        args;
     let job = Enter {
         y: y.map(|y| y.f32()),
         streams: Parts::new(&mut streams.f32_mut()[..rows * STREAMS * hidden]),
@@ -105,7 +106,8 @@ impl Enter<'_> {
         let (width, at) = (STREAMS * self.hidden, r * self.hidden..(r + 1) * self.hidden);
         // SAFETY: the caller's promise.
         unsafe {
-            let (streams, mix) = (self.streams.part(r * width..(r + 1) * width), self.mix.part(r * STREAMS..(r + 1) * STREAMS));
+            let (streams, mix) =
+                (self.streams.part(r * width..(r + 1) * width), self.mix.part(r * STREAMS..(r + 1) * STREAMS));
             let (normed, quantised) = (part(&self.normed, at.clone()), part(&self.quantised, at));
             collapse::<L>(streams, mix, self.norm, self.constants.norm_eps, None, normed, quantised);
         }
@@ -854,7 +856,8 @@ mod tests {
                 let magnitude: f64 = (0..MIXES)
                     .map(|o| (0..width).map(|c| (function[o * width + c] * streams[c]).abs()).sum::<f64>())
                     .fold(0.0, f64::max);
-                let error = (width as f64 / 16.0 + 20.0) * F32_HALF_ULP * magnitude * factor * 1.3 + 200.0 * F32_HALF_ULP;
+                let error =
+                    (width as f64 / 16.0 + 20.0) * F32_HALF_ULP * magnitude * factor * 1.3 + 200.0 * F32_HALF_ULP;
                 let close = |got: &[f32], wanted: &[f64], scale: f64| {
                     assert_close(got, wanted, &vec![error * scale; wanted.len()]);
                 };
@@ -932,7 +935,8 @@ mod tests {
                 on_all_queues(|queue| {
                     let got = together.enter(queue, true);
                     let cut = |v: &[f32]| v[place * v.len() / count..(place + 1) * v.len() / count].to_vec();
-                    let got = [&got.streams, &got.mix, &got.post, &got.comb, &got.normed, &got.quantised].map(|v| cut(v));
+                    let got =
+                        [&got.streams, &got.mix, &got.post, &got.comb, &got.normed, &got.quantised].map(|v| cut(v));
                     assert_eq!(bits(&got.concat()), bits(&alone), "{count} rows");
                     Vec::new()
                 });

@@ -195,8 +195,9 @@ mod tests {
     fn keys_are_those_of_the_definition_and_lie_where_their_block_says() {
         let mut values = Values::new(11);
         for (head_dim, ratio) in [(32, 1), (128, 2)] {
-            let entries: Vec<EntryInfo> =
-                [(0, 0), (0, 17), (0, 33), (1, 5), (1, 63)].map(|(slot, entry)| EntryInfo { slot, entry, row: 0 }).into();
+            let entries: Vec<EntryInfo> = [(0, 0), (0, 17), (0, 33), (1, 5), (1, 63)]
+                .map(|(slot, entry)| EntryInfo { slot, entry, row: 0 })
+                .into();
             let (x, norm) = (values.bf16(entries.len() * head_dim, 3.0), values.bf16(head_dim, 2.0));
             let got = on_all_queues(|queue| {
                 let cache = store(queue, &x, &norm, &entries, ratio);

@@ -86,7 +86,8 @@ mod tests {
         let (mut queries, mut weights) = (device(queries), device(weights));
         let frequencies = frequencies(1.6e5, 16, None);
         let (q, w) = (&mut queries, &mut weights);
-        launch(queue, Args { queries: q, weights: w, rows: &rows, frequencies: &frequencies, heads, head_dim }).unwrap();
+        launch(queue, Args { queries: q, weights: w, rows: &rows, frequencies: &frequencies, heads, head_dim })
+            .unwrap();
         [queries.f32(), weights.f32()].concat()
     }
 

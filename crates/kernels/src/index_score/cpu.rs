@@ -329,7 +329,8 @@ mod tests {
             let (queries, weights) = (wide(queries), wide(weights));
             let scores = reference::index_score(&queries, &weights, &keys, self.head_dim);
             let absolute = |v: &[f64]| v.iter().map(|v| v.abs()).collect::<Vec<_>>();
-            let sums = reference::index_score(&absolute(&queries), &absolute(&weights), &absolute(&keys), self.head_dim);
+            let sums =
+                reference::index_score(&absolute(&queries), &absolute(&weights), &absolute(&keys), self.head_dim);
             (scores, sums)
         }
     }
@@ -465,8 +466,7 @@ mod tests {
         let (q, w) = (device(&q), device(&w));
         let rows = [row(0, 99)];
         let run = |floats: usize, top_k: usize| {
-            let (mut scratch, mut selected, mut counts) =
-                (dirty(floats), device(&vec![0u32; top_k]), device(&[0u32]));
+            let (mut scratch, mut selected, mut counts) = (dirty(floats), device(&vec![0u32; top_k]), device(&[0u32]));
             let args = SelectArgs {
                 scored: scored(&setting, &q, &w, &rows, 1),
                 top_k,

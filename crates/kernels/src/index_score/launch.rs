@@ -48,7 +48,7 @@ pub fn launch_select(queue: &mut Queue, args: SelectArgs<'_>) -> Result<(), Laun
     let stride = if seen > top_k { seen.next_multiple_of(16) } else { 0 };
     LaunchError::check_room("the scratch of the index scores", scratch.f32().len(), stride)?;
     queue.launching("index_score/select");
-    let tile_rows = if stride == 0 { rows } else { (scratch.f32().len() / stride).min(rows) };
+    let tile_rows = scratch.f32().len().checked_div(stride).unwrap_or(rows).min(rows);
     for start in (0..rows).step_by(tile_rows) {
         let tile = start..(start + tile_rows).min(rows);
         if stride > 0 {
@@ -66,7 +66,10 @@ pub fn launch_select(queue: &mut Queue, args: SelectArgs<'_>) -> Result<(), Laun
         };
         let (rows, ratio) = (scored.rows, scored.ratio);
         let (selected, counts) = (&mut *selected, &mut *counts);
-        top_k::launch(queue, top_k::Args { scores: scratch, stride, rows, tile, ratio, top_k, candidates, selected, counts })?;
+        top_k::launch(
+            queue,
+            top_k::Args { scores: scratch, stride, rows, tile, ratio, top_k, candidates, selected, counts },
+        )?;
     }
     Ok(())
 }

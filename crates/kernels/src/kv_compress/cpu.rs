@@ -41,7 +41,14 @@ pub(super) fn run(queue: &mut CpuQueue, args: Args<'_>) {
 }
 
 /// Keeps the rows of even positions, whose group a later launch completes.
-fn keep_raw_rows(raw: &[f32], rows: &[RowInfo], windows: &[WindowInfo], columns: usize, raw_len: usize, ring: &mut [f32]) {
+fn keep_raw_rows(
+    raw: &[f32],
+    rows: &[RowInfo],
+    windows: &[WindowInfo],
+    columns: usize,
+    raw_len: usize,
+    ring: &mut [f32],
+) {
     for window in windows {
         let count = window.row_count as usize;
         for r in (count.saturating_sub(raw_len)..count).map(|i| window.first_row as usize + i) {
@@ -214,7 +221,12 @@ mod tests {
 
         /// Runs positions `start..start + count` of each `(slot, start, count)` as one launch; `raw` gives the row of a slot's
         /// position. Returns the latents.
-        fn run(&mut self, queue: &mut Queue, windows: &[(u32, u32, u32)], raw: impl Fn(u32, u32) -> Vec<f32>) -> Vec<f32> {
+        fn run(
+            &mut self,
+            queue: &mut Queue,
+            windows: &[(u32, u32, u32)],
+            raw: impl Fn(u32, u32) -> Vec<f32>,
+        ) -> Vec<f32> {
             let (mut rows, mut infos, mut data) = (Vec::new(), Vec::new(), Vec::new());
             for (w, &(slot, start, row_count)) in windows.iter().enumerate() {
                 infos.push(WindowInfo { slot, start, first_row: rows.len() as u32, row_count });
@@ -279,7 +291,8 @@ mod tests {
                 entries.clear();
                 for e in 0..groups {
                     let rows: Vec<Vec<f64>> = (0..ratio).map(|i| wide(raw(1, e * ratio + i))).collect();
-                    let half = |from: usize| rows.iter().flat_map(|r| r[from..from + head_dim].to_vec()).collect::<Vec<_>>();
+                    let half =
+                        |from: usize| rows.iter().flat_map(|r| r[from..from + head_dim].to_vec()).collect::<Vec<_>>();
                     let pooled = match ratio {
                         1 => rows[0].clone(),
                         _ => reference::pool(&half(0), &half(head_dim), head_dim, Numerics::Release),

@@ -13,6 +13,7 @@
 //! `head_dim / 16` E4M3 scales.
 //! Rounding: bf16 after pooling, norm and RoPE, then E2M1; nothing is fused. Sum: [`crate::order::sum_squares`].
 
+pub(crate) mod contract;
 mod cpu;
 mod launch;
 pub mod reference;

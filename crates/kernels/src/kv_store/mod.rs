@@ -7,6 +7,7 @@
 //! Record: `head_dim` E4M3 codes, then `head_dim / 32` E8M0 bytes; value `code * 2^(scale - 127)`.
 //! Shapes and types: see [`Args`]. Rounding: bf16 after the norm and after RoPE, then E4M3. Sum: [`crate::order::sum_squares`].
 
+pub(crate) mod contract;
 mod cpu;
 mod launch;
 pub mod reference;

@@ -336,7 +336,10 @@ mod tests {
             ("neighbouring floats", near),
             ("damaged", damaged),
             ("nothing to keep", vec![f32::NAN; 40]),
-            ("largest and smallest", vec![f32::MAX, f32::MIN, f32::MIN_POSITIVE, 1e-45, -1e-45, f32::INFINITY, 0.0, 1.0]),
+            (
+                "largest and smallest",
+                vec![f32::MAX, f32::MIN, f32::MIN_POSITIVE, 1e-45, -1e-45, f32::INFINITY, 0.0, 1.0],
+            ),
         ]
     }
 
@@ -399,6 +402,21 @@ mod tests {
                 let got = restricted(&mut queue, &later, shape, &blocks, &counts, 5);
                 assert_eq!(got, wanted, "{name}, {entries} entries");
             }
+        }
+    }
+
+    #[test]
+    fn candidates_match_the_recorded_ones() {
+        let (scores, lens, mask) = (narrow(golden("cand_scores")), golden("cand_lens"), golden("cand_mask_b3_s4"));
+        let shape = CandidateShape { blocks_max: 3, block_size: 4 };
+        for ((scores, &len), mask) in scores.chunks(37).zip(&lens).zip(mask.chunks(37)) {
+            let scores = &scores[..len as usize];
+            let (mut blocks, mut counts) = (device(&[0u32; 3]), device(&[0u32]));
+            let publish = Candidates::Publish { shape, blocks: &mut blocks, counts: &mut counts };
+            select(&mut Queue::cpu(1, Level::best()), &Row { scores, top_k: 9 }, publish);
+            let kept = &blocks.u32()[..counts.u32()[0] as usize];
+            let got: Vec<f64> = (0..37).map(|j| f64::from(u8::from(kept.contains(&(j / 4))))).collect();
+            assert_eq!(got, mask, "{len} visible entries");
         }
     }
 

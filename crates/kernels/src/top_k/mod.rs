@@ -48,7 +48,11 @@ pub struct CandidateList<'a> {
 pub enum Candidates<'a> {
     None,
     /// Writes them. Shapes as in [`CandidateList`].
-    Publish { shape: CandidateShape, blocks: &'a mut Buffer, counts: &'a mut Buffer },
+    Publish {
+        shape: CandidateShape,
+        blocks: &'a mut Buffer,
+        counts: &'a mut Buffer,
+    },
     /// Keeps to them.
     Restrict(CandidateList<'a>),
 }
