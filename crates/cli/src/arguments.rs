@@ -1,0 +1,906 @@
+//! Turns arguments, variables and a file into settings, with the table of options. Reports every mistake, not the first.
+//!
+//! A parser of its own, because a library stops at the first mistake and cannot answer flags of other programs.
+
+use std::collections::BTreeMap;
+use std::fmt;
+
+use crate::options::{
+    Alias, Answer, Command, DefaultValue, Environment, Form, Kind, OPTIONS, OptionSpec, PASTED, PREFIX, Pasted,
+    SECOND_WAVE_FLAGS, find,
+};
+
+/// A checked value.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Value {
+    On(bool),
+    Auto,
+    Count(u64),
+    Integer(i64),
+    Number(f64),
+    Bytes(u64),
+    Text(String),
+    List(Vec<String>),
+}
+
+/// Who said it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Source {
+    Flag,
+    Variable(String),
+    File { file: String, line: usize },
+    Default,
+}
+
+impl fmt::Display for Source {
+    fn fmt(&self, formatter: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Source::Flag => formatter.write_str("flag"),
+            Source::Variable(name) => formatter.write_str(name),
+            Source::File { file, line } => write!(formatter, "{file}:{line}"),
+            Source::Default => formatter.write_str("default"),
+        }
+    }
+}
+
+/// An option's value and where it came from.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Setting {
+    pub value: Value,
+    pub source: Source,
+}
+
+/// What the user asked for, before a model is looked at.
+#[derive(Clone, Debug)]
+pub struct Arguments {
+    pub command: Command,
+    pub positionals: Vec<String>,
+    settings: BTreeMap<&'static str, Setting>,
+    /// Flags that were accepted without effect, and variables that mean nothing.
+    pub notes: Vec<String>,
+}
+
+/// Everything that was wrong with the arguments, a line each.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("{}", .0.join("\n"))]
+pub struct Mistakes(pub Vec<String>);
+
+/// What the program was started for.
+#[derive(Clone, Debug)]
+pub enum Request {
+    Help { command: Option<Command>, long: bool },
+    Version,
+    Run(Box<Arguments>),
+}
+
+/// Reads the arguments after the program's name.
+///
+/// # Errors
+/// [`Mistakes`] with all of them: unknown and repeated flags, values out of range, wherever they came from.
+pub fn parse(arguments: &[String], environment: &Environment) -> Result<Request, Mistakes> {
+    let asks_help = |argument: &String| argument == "--help" || argument == "-h";
+    let before = arguments.iter().take_while(|argument| argument.starts_with('-'));
+    for argument in before {
+        match argument.as_str() {
+            "--version" | "-V" => return Ok(Request::Version),
+            "--help" | "-h" => return Ok(Request::Help { command: None, long: argument == "--help" }),
+            other => return Err(Mistakes(vec![format!("{other} stands before the command: put it behind")])),
+        }
+    }
+    let Some((name, rest)) = arguments.split_first() else {
+        return Err(Mistakes(vec!["no command: `tensorfold --help` lists them".to_owned()]));
+    };
+    if name == "help" {
+        let command = rest.first().map(|name| Command::parse(name)).transpose().map_err(|text| Mistakes(vec![text]))?;
+        return Ok(Request::Help { command, long: true });
+    }
+    let command = Command::parse(name).map_err(|text| Mistakes(vec![text]))?;
+    let options = rest.iter().take_while(|argument| *argument != "--");
+    if let Some(argument) = options.clone().find(|argument| asks_help(argument)) {
+        return Ok(Request::Help { command: Some(command), long: argument == "--help" });
+    }
+    let mut reader =
+        Reader { command, positionals: Vec::new(), flags: BTreeMap::new(), notes: Vec::new(), mistakes: Vec::new() };
+    reader.flags(rest);
+    let settings = reader.settle(environment);
+    match reader.mistakes.is_empty() {
+        true => Ok(Request::Run(Box::new(Arguments {
+            command,
+            positionals: reader.positionals,
+            settings,
+            notes: reader.notes,
+        }))),
+        false => Err(Mistakes(reader.mistakes)),
+    }
+}
+
+struct Reader {
+    command: Command,
+    positionals: Vec<String>,
+    /// By flag: the values given, and the name each was given under.
+    flags: BTreeMap<&'static str, Vec<(String, String)>>,
+    notes: Vec<String>,
+    mistakes: Vec<String>,
+}
+
+/// What a name on the command line stands for.
+enum Meaning {
+    Option(&'static OptionSpec, Form),
+    /// `--no-name` of a toggle.
+    Negated(&'static OptionSpec),
+    Pasted(&'static Pasted),
+    SecondWave,
+    Unknown,
+}
+
+impl Reader {
+    fn flags(&mut self, arguments: &[String]) {
+        let mut arguments = arguments.iter();
+        while let Some(argument) = arguments.next() {
+            if argument == "--" {
+                self.positionals.extend(arguments.by_ref().cloned());
+            } else if argument.starts_with('-') && argument.len() > 1 {
+                self.flag(argument, &mut arguments);
+            } else {
+                self.positionals.push(argument.clone());
+            }
+        }
+        let (found, most) = (self.positionals.len(), self.command.positionals_max());
+        if found > most {
+            let extra = self.positionals[most..].join(" ");
+            let (usage, _) = self.command.help();
+            self.mistakes.push(format!(
+                "{extra}: more than `tensorfold {}` takes. Quote a text with spaces",
+                format!("{} {usage}", self.command.name()).trim()
+            ));
+        }
+    }
+
+    fn flag(&mut self, argument: &str, rest: &mut std::slice::Iter<'_, String>) {
+        let (name, inline) = match argument.split_once('=') {
+            Some((name, value)) => (name, Some(value.to_owned())),
+            None => (argument, None),
+        };
+        match self.meaning(name) {
+            Meaning::Option(spec, form) => {
+                let takes_value = match form {
+                    Form::Same => spec.kind.takes_value() || spec.kind == Kind::Toggle && name != toggle(spec),
+                    Form::Fixed(_) => false,
+                    Form::Unit(_) => true,
+                };
+                let Some(value) = self.value(name, takes_value, inline, rest) else { return };
+                let value = match form {
+                    Form::Fixed(value) => value.to_owned(),
+                    Form::Unit(unit) => format!("{value}{unit}"),
+                    // `--device` names a backend, or numbers a device as other programs do.
+                    Form::Same if name == "--device" && value.parse::<u64>().is_ok() => {
+                        self.mistakes.push(format!("--device {value} has no effect on the cpu backend: leave it out"));
+                        return;
+                    }
+                    Form::Same => value,
+                };
+                self.add(spec, name, value);
+            }
+            Meaning::Negated(spec) => {
+                if self.value(name, false, inline, rest).is_some() {
+                    self.add(spec, name, "off".to_owned());
+                }
+            }
+            Meaning::Pasted(pasted) => self.answer(pasted, name, inline, rest),
+            Meaning::SecondWave => {
+                self.value(name, inline.is_some(), inline, rest);
+                self.mistakes.push(format!("{name} is not built yet: leave it out"));
+            }
+            Meaning::Unknown => {
+                // A value of an unknown flag must not become a model's name.
+                if inline.is_none() && rest.as_slice().first().is_some_and(|next| !next.starts_with('-')) {
+                    rest.next();
+                }
+                let command = self.command;
+                let hint =
+                    nearest(name, names(command)).map_or_else(String::new, |near| format!(" Did you mean {near}?"));
+                let owner = OPTIONS.iter().find(|spec| named(spec, name).is_some());
+                self.mistakes.push(match owner {
+                    Some(spec) => {
+                        let commands: Vec<_> = spec.commands.iter().map(|command| command.name()).collect();
+                        format!("{name} is not an option of {}; it belongs to {}", command.name(), commands.join(", "))
+                    }
+                    None => format!("{name} is not an option of {}.{hint}", command.name()),
+                });
+            }
+        }
+    }
+
+    fn meaning(&self, name: &str) -> Meaning {
+        for spec in OPTIONS.iter().filter(|spec| spec.commands.contains(&self.command)) {
+            if let Some(form) = named(spec, name) {
+                return Meaning::Option(spec, form);
+            }
+            if spec.kind == Kind::Toggle && name.strip_prefix("--no-") == Some(spec.flag) {
+                return Meaning::Negated(spec);
+            }
+        }
+        let matches = |pasted: &&Pasted| match pasted.name.strip_suffix('*') {
+            Some(stem) => name.starts_with(stem),
+            None => pasted.name == name,
+        };
+        match PASTED.iter().find(matches) {
+            Some(pasted) => Meaning::Pasted(pasted),
+            None if SECOND_WAVE_FLAGS.contains(&name) => Meaning::SecondWave,
+            None => Meaning::Unknown,
+        }
+    }
+
+    /// The value behind a name: after `=`, or the next argument. A flag without a value yields an empty one.
+    fn value(
+        &mut self,
+        name: &str,
+        takes_value: bool,
+        inline: Option<String>,
+        rest: &mut std::slice::Iter<'_, String>,
+    ) -> Option<String> {
+        match (takes_value, inline) {
+            (true, Some(value)) => Some(value),
+            (true, None) => {
+                let value = rest.as_slice().first().filter(|next| !next.starts_with("--") || next.len() == 2);
+                match value {
+                    Some(value) => {
+                        rest.next();
+                        Some(value.clone())
+                    }
+                    None => {
+                        self.mistakes.push(format!("{name} needs a value"));
+                        None
+                    }
+                }
+            }
+            (false, None) => Some("on".to_owned()),
+            (false, Some(value)) => {
+                self.mistakes.push(format!("{name}={value}: this flag takes no value"));
+                None
+            }
+        }
+    }
+
+    fn add(&mut self, spec: &'static OptionSpec, name: &str, value: String) {
+        let given = self.flags.entry(spec.flag).or_default();
+        if let Some((other, _)) = given.first()
+            && !spec.repeatable
+        {
+            let text = match other == name {
+                true => format!("{name} is given twice: once is enough"),
+                false => format!("{other} and {name} are the same option: use one of them"),
+            };
+            self.mistakes.push(text);
+            return;
+        }
+        given.push((name.to_owned(), value));
+    }
+
+    fn answer(
+        &mut self,
+        pasted: &'static Pasted,
+        name: &str,
+        inline: Option<String>,
+        rest: &mut std::slice::Iter<'_, String>,
+    ) {
+        // A switch elsewhere may be given bare here.
+        let bare = name == "--enable-expert-parallel" && inline.is_none();
+        let takes_value = pasted.takes_value && !bare || inline.is_some();
+        // Which of them take values differs between programs; a bare one is refused all the same.
+        let refused = matches!(pasted.answer, Answer::Refused(_));
+        let next_is_value =
+            rest.as_slice().first().is_some_and(|next| !next.starts_with('-') || next.parse::<f64>().is_ok());
+        let value = match refused && inline.is_none() && !next_is_value {
+            true => String::new(),
+            false => match self.value(name, takes_value, inline, rest) {
+                Some(value) => value,
+                None => return,
+            },
+        };
+        match pasted.answer {
+            Answer::NoEffect => self.notes.push(format!("{name} has no effect here")),
+            Answer::Values(allowed, _) if allowed.contains(&value.as_str()) => {
+                self.notes.push(format!("{name} {value} has no effect here: it is what is done anyway"));
+            }
+            Answer::Values(_, reason) if bare => self.mistakes.push(format!("{name} is refused: {reason}")),
+            Answer::Values(_, reason) => self.mistakes.push(format!("{name} {value} is refused: {reason}")),
+            Answer::Refused(reason) => self.mistakes.push(format!("{name} is refused: {reason}")),
+        }
+    }
+
+    /// Chooses for each option the value that counts, and checks it.
+    fn settle(&mut self, environment: &Environment) -> BTreeMap<&'static str, Setting> {
+        let file = self.read_file(environment);
+        let mut settings = BTreeMap::new();
+        for spec in OPTIONS.iter().filter(|spec| spec.commands.contains(&self.command)) {
+            let variable = spec.variable();
+            let (texts, source, shown) = if let Some(given) = self.flags.get(spec.flag) {
+                let shown = given[0].0.clone();
+                (given.iter().map(|(_, value)| value.clone()).collect(), Source::Flag, shown)
+            } else if let Some(value) = environment.get(&variable) {
+                let values = match spec.repeatable {
+                    true => value.split(',').map(|part| part.trim().to_owned()).collect(),
+                    false => vec![value.to_owned()],
+                };
+                (values, Source::Variable(variable.clone()), variable)
+            } else if let Some((values, source)) = file.get(spec.flag) {
+                (values.clone(), source.clone(), format!("{source} {}", spec.flag))
+            } else {
+                if let DefaultValue::Is(text) = spec.default
+                    && spec.later.is_empty()
+                {
+                    let value = parse_value(spec.kind, text).expect("the table's defaults are values of their options");
+                    settings.insert(spec.flag, Setting { value, source: Source::Default });
+                }
+                continue;
+            };
+            if !spec.later.is_empty() {
+                self.mistakes.push(format!("{shown} is refused: {}", spec.later));
+                continue;
+            }
+            let mut values = Vec::new();
+            for text in &texts {
+                // Another name of the reasoning switch takes a template's arguments.
+                let kind = match shown.ends_with("chat-template-kwargs") {
+                    true => Kind::TemplateArguments,
+                    false => spec.kind,
+                };
+                match parse_value(kind, text) {
+                    Ok(value) => values.push(value),
+                    Err(expected) => {
+                        let found = if spec.secret { "(hidden)" } else { text.as_str() };
+                        self.mistakes.push(format!("{shown} {found}: expected {expected}"));
+                    }
+                }
+            }
+            let value = match spec.repeatable {
+                true => Value::List(texts),
+                false => match values.pop() {
+                    Some(value) => value,
+                    None => continue,
+                },
+            };
+            settings.insert(spec.flag, Setting { value, source });
+        }
+        self.note_unknown_variables(environment);
+        settings
+    }
+
+    fn note_unknown_variables(&mut self, environment: &Environment) {
+        let known: Vec<String> = OPTIONS.iter().map(OptionSpec::variable).collect();
+        for name in environment.names().filter(|name| name.starts_with(PREFIX)) {
+            if !known.iter().any(|known| known == name) {
+                let near = nearest(name, known.iter().map(String::as_str));
+                let hint = near.map_or_else(String::new, |near| format!(" Did you mean {near}?"));
+                self.notes.push(format!("{name} is no variable of this program and is not read.{hint}"));
+            }
+        }
+    }
+
+    /// The file that `--config` names: for each flag its values and their place.
+    fn read_file(&mut self, environment: &Environment) -> BTreeMap<&'static str, (Vec<String>, Source)> {
+        let mut found = BTreeMap::new();
+        let flag = self.flags.get("config").map(|given| given[0].1.clone());
+        let Some(path) = flag.or_else(|| environment.get(&format!("{PREFIX}CONFIG")).map(str::to_owned)) else {
+            return found;
+        };
+        let text = match std::fs::read_to_string(&path) {
+            Ok(text) => text,
+            Err(error) => {
+                self.mistakes.push(format!("--config {path}: {error}"));
+                return found;
+            }
+        };
+        let table: toml::Table = match text.parse() {
+            Ok(table) => table,
+            Err(error) => {
+                self.mistakes.push(format!("--config {path}: {}", error.to_string().trim_end()));
+                return found;
+            }
+        };
+        for (key, value) in table {
+            let line = line_of(&text, &key);
+            let place = format!("{path}:{line}");
+            let Some(values) = scalars(&value) else {
+                self.mistakes
+                    .push(format!("{place} {key}: expected a text, a number, true or false, or a list of them"));
+                continue;
+            };
+            let flag = key.replace('_', "-");
+            if let Some(spec) = find(self.command, &flag) {
+                match spec.repeatable || spec.kind == Kind::List || values.len() == 1 {
+                    true => {
+                        let values = match spec.kind == Kind::List {
+                            true => vec![values.join(",")],
+                            false => values,
+                        };
+                        found.insert(spec.flag, (values, Source::File { file: path.clone(), line }));
+                    }
+                    false => self.mistakes.push(format!("{place} {key}: expected one value, not a list")),
+                }
+            } else if !OPTIONS.iter().any(|spec| spec.flag == flag) {
+                // A file may serve several commands, so another command's key is fine.
+                let flags = OPTIONS.iter().map(|spec| spec.flag);
+                let hint = nearest(&flag, flags).map_or_else(String::new, |near| format!(" Did you mean {near}?"));
+                self.mistakes.push(format!("{place} {key} is no option.{hint}"));
+            }
+        }
+        found
+    }
+}
+
+fn toggle(spec: &OptionSpec) -> String {
+    format!("--{}", spec.flag)
+}
+
+/// In which form `name` is a name of `spec`, if it is one.
+fn named(spec: &OptionSpec, name: &str) -> Option<Form> {
+    if name.strip_prefix("--") == Some(spec.flag) {
+        return Some(Form::Same);
+    }
+    spec.aliases.iter().find(|alias: &&Alias| alias.name == name).map(|alias| alias.form)
+}
+
+/// All names that a command understands.
+fn names(command: Command) -> impl Iterator<Item = &'static str> {
+    let options = OPTIONS.iter().filter(move |spec| spec.commands.contains(&command));
+    options.flat_map(|spec| std::iter::once(spec.flag).chain(spec.aliases.iter().map(|alias| alias.name)))
+}
+
+fn scalars(value: &toml::Value) -> Option<Vec<String>> {
+    match value {
+        toml::Value::String(text) => Some(vec![text.clone()]),
+        toml::Value::Integer(number) => Some(vec![number.to_string()]),
+        toml::Value::Float(number) => Some(vec![number.to_string()]),
+        toml::Value::Boolean(value) => Some(vec![if *value { "on" } else { "off" }.to_owned()]),
+        toml::Value::Array(items) => items.iter().map(|item| scalars(item)?.pop()).collect(),
+        toml::Value::Table(_) | toml::Value::Datetime(_) => None,
+    }
+}
+
+fn line_of(text: &str, key: &str) -> usize {
+    let starts =
+        |line: &str| line.trim_start().strip_prefix(key).is_some_and(|rest| rest.trim_start().starts_with('='));
+    text.lines().position(starts).map_or(1, |index| index + 1)
+}
+
+/// Reads a value of a kind.
+///
+/// # Errors
+/// What was expected, for the end of "NAME VALUE: expected ...".
+pub fn parse_value(kind: Kind, text: &str) -> Result<Value, String> {
+    let within = |value: u64, least: u64, most: u64| (least..=most).contains(&value).then_some(Value::Count(value));
+    let range = |least: u64, most: u64| format!("a whole number from {least} to {most}");
+    match kind {
+        Kind::Switch | Kind::Toggle => switch(text).map(Value::On).ok_or_else(|| "on or off".to_owned()),
+        Kind::Text | Kind::File | Kind::Folder => match text.is_empty() {
+            true => Err("a text that isn't empty".to_owned()),
+            false => Ok(Value::Text(text.to_owned())),
+        },
+        Kind::Count { least, most } => {
+            count(text).and_then(|value| within(value, least, most)).ok_or_else(|| range(least, most))
+        }
+        Kind::CountOrAuto { .. } if text == "auto" => Ok(Value::Auto),
+        Kind::CountOrAuto { least, most } => count(text)
+            .and_then(|value| within(value, least, most))
+            .ok_or_else(|| format!("{}, or auto", range(least, most))),
+        Kind::Integer => text.parse().map(Value::Integer).map_err(|_| "a whole number of 64 bits".to_owned()),
+        Kind::Number { least, most } => {
+            number(text, least, most).map(Value::Number).ok_or_else(|| format!("a number from {least} to {most}"))
+        }
+        Kind::Size => size(text).map(Value::Bytes).ok_or_else(|| "a size like 512MiB, 16g or 64GB".to_owned()),
+        Kind::SizeOrFraction => {
+            let fraction = text.contains('.').then(|| number(text, 0.01, 1.0)).flatten();
+            let value = fraction.map(Value::Number).or_else(|| size(text).map(Value::Bytes));
+            value.ok_or_else(|| "a size like 16GiB, or a share from 0.01 to 1.0".to_owned())
+        }
+        Kind::Choice { built, later } => {
+            let word = text.split(':').next().unwrap_or(text);
+            if built.contains(&text) {
+                Ok(Value::Text(text.to_owned()))
+            } else if later.contains(&word) {
+                Err(format!("{}: {word} is not built yet", built.join(" or ")))
+            } else {
+                Err(built.join(" or "))
+            }
+        }
+        Kind::OnOffCount { most } => match switch(text) {
+            Some(value) if count(text).is_none() => Ok(Value::On(value)),
+            _ => count(text)
+                .and_then(|value| within(value, 0, most))
+                .ok_or_else(|| format!("on, off, or a number of drafts up to {most}")),
+        },
+        Kind::Effort => match tf_text::chat::openai::parse_effort(text) {
+            Some(_) => Ok(Value::Text(text.to_owned())),
+            None => Err("none, minimal, low, medium, high, xhigh, max, ultra, or a number from 1 to 100".to_owned()),
+        },
+        Kind::List => {
+            let parts: Vec<String> = text.split(',').map(|part| part.trim().to_owned()).collect();
+            match parts.iter().any(String::is_empty) {
+                true => Err("a list with commas".to_owned()),
+                false => Ok(Value::List(parts)),
+            }
+        }
+        Kind::TemplateArguments => template_arguments(text),
+    }
+}
+
+fn switch(text: &str) -> Option<bool> {
+    match text {
+        "on" | "true" | "yes" | "1" => Some(true),
+        "off" | "false" | "no" | "0" => Some(false),
+        _ => None,
+    }
+}
+
+/// `{"thinking": false}` or `{"enable_thinking": false}`; another key would be ignored, so it is refused.
+fn template_arguments(text: &str) -> Result<Value, String> {
+    let expected = || "an object with thinking alone, like {\"thinking\": false}".to_owned();
+    let object: serde_json::Map<String, serde_json::Value> = serde_json::from_str(text).map_err(|_| expected())?;
+    match object.iter().collect::<Vec<_>>()[..] {
+        [(key, value)] if key == "thinking" || key == "enable_thinking" => {
+            value.as_bool().map(Value::On).ok_or_else(expected)
+        }
+        _ => Err(expected()),
+    }
+}
+
+/// `32k` is 32 * 1024, `1M` 1024 * 1024.
+fn count(text: &str) -> Option<u64> {
+    let (digits, factor) = match text.strip_suffix(['k', 'K']) {
+        Some(digits) => (digits, 1 << 10),
+        None => match text.strip_suffix(['m', 'M']) {
+            Some(digits) => (digits, 1 << 20),
+            None => (text, 1),
+        },
+    };
+    let plain = !digits.is_empty() && digits.bytes().all(|byte| byte.is_ascii_digit());
+    digits.parse::<u64>().ok().filter(|_| plain)?.checked_mul(factor)
+}
+
+fn number(text: &str, least: f64, most: f64) -> Option<f64> {
+    text.parse::<f64>().ok().filter(|number| (least..=most).contains(number))
+}
+
+/// Bytes: `KiB`, `k` and the like are binary, `KB` and the like decimal.
+fn size(text: &str) -> Option<u64> {
+    let split = text.find(|character: char| !character.is_ascii_digit() && character != '.').unwrap_or(text.len());
+    let (digits, unit) = text.split_at(split);
+    let (letter, rest) = match unit.chars().next() {
+        None => return digits.parse().ok(),
+        Some(letter) => (letter.to_ascii_lowercase(), unit[letter.len_utf8()..].to_ascii_lowercase()),
+    };
+    let power = match letter {
+        'b' if rest.is_empty() => return digits.parse().ok(),
+        'k' => 1,
+        'm' => 2,
+        'g' => 3,
+        't' => 4,
+        _ => return None,
+    };
+    let base: u64 = match rest.as_str() {
+        "" | "ib" | "i" => 1024,
+        "b" => 1000,
+        _ => return None,
+    };
+    let scaled = digits.parse::<f64>().ok()? * base.pow(power) as f64;
+    (scaled <= (1u64 << 60) as f64).then_some(scaled as u64)
+}
+
+/// The name that `wrong` was probably meant to be.
+pub fn nearest<'a>(wrong: &str, names: impl Iterator<Item = &'a str>) -> Option<String> {
+    let bare = wrong.trim_start_matches('-');
+    let rated = names.map(|name| (distance(bare, name.trim_start_matches('-')), name));
+    // A third of the letters may differ; more is another word.
+    let (_, name) =
+        rated.filter(|(edits, _)| *edits * 3 <= bare.chars().count().max(3)).min_by_key(|(edits, _)| *edits)?;
+    Some(match wrong.starts_with('-') && !name.starts_with('-') {
+        true => format!("--{name}"),
+        false => name.to_owned(),
+    })
+}
+
+/// Letters to insert, remove, change, or swap with their neighbour.
+fn distance(left: &str, right: &str) -> usize {
+    let (left, right): (Vec<char>, Vec<char>) = (left.chars().collect(), right.chars().collect());
+    let mut before: Vec<usize> = Vec::new();
+    let mut row: Vec<usize> = (0..=right.len()).collect();
+    for (index, letter) in left.iter().enumerate() {
+        let mut next = vec![index + 1];
+        for (column, other) in right.iter().enumerate() {
+            let replaced = row[column] + usize::from(letter != other);
+            let mut edits = replaced.min(row[column + 1] + 1).min(next[column] + 1);
+            if index > 0 && column > 0 && *letter == right[column - 1] && left[index - 1] == *other {
+                edits = edits.min(before[column - 1] + 1);
+            }
+            next.push(edits);
+        }
+        before = std::mem::replace(&mut row, next);
+    }
+    row[right.len()]
+}
+
+impl Arguments {
+    /// An option's value and source. `None`: not set, and the default isn't a plain value.
+    pub fn setting(&self, flag: &str) -> Option<&Setting> {
+        debug_assert!(find(self.command, flag).is_some(), "--{flag} is not an option of {}", self.command.name());
+        self.settings.get(flag)
+    }
+
+    /// Whether someone other than the table said it.
+    pub fn is_given(&self, flag: &str) -> bool {
+        self.setting(flag).is_some_and(|setting| setting.source != Source::Default)
+    }
+
+    pub fn is_on(&self, flag: &str) -> bool {
+        match self.setting(flag).map(|setting| &setting.value) {
+            Some(Value::On(value)) => *value,
+            Some(Value::Text(text)) => text == "on",
+            _ => false,
+        }
+    }
+
+    pub fn count(&self, flag: &str) -> Option<u64> {
+        match self.setting(flag)?.value {
+            Value::Count(count) => Some(count),
+            _ => None,
+        }
+    }
+
+    pub fn number(&self, flag: &str) -> Option<f64> {
+        match self.setting(flag)?.value {
+            Value::Number(number) => Some(number),
+            _ => None,
+        }
+    }
+
+    pub fn integer(&self, flag: &str) -> Option<i64> {
+        match self.setting(flag)?.value {
+            Value::Integer(number) => Some(number),
+            _ => None,
+        }
+    }
+
+    pub fn bytes(&self, flag: &str) -> Option<u64> {
+        match self.setting(flag)?.value {
+            Value::Bytes(bytes) => Some(bytes),
+            _ => None,
+        }
+    }
+
+    pub fn text(&self, flag: &str) -> Option<&str> {
+        match &self.setting(flag)?.value {
+            Value::Text(text) => Some(text),
+            _ => None,
+        }
+    }
+
+    pub fn list(&self, flag: &str) -> Option<&[String]> {
+        match &self.setting(flag)?.value {
+            Value::List(items) => Some(items),
+            _ => None,
+        }
+    }
+}
+
+/// A value as a user would write it.
+pub fn show(value: &Value) -> String {
+    match value {
+        Value::On(true) => "on".to_owned(),
+        Value::On(false) => "off".to_owned(),
+        Value::Auto => "auto".to_owned(),
+        Value::Count(count) | Value::Bytes(count) => count.to_string(),
+        Value::Integer(number) => number.to_string(),
+        Value::Number(number) => number.to_string(),
+        Value::Text(text) => text.clone(),
+        Value::List(items) => items.join(","),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn read(line: &str, environment: &[(&str, &str)]) -> Result<Arguments, Mistakes> {
+        let arguments: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
+        match parse(&arguments, &Environment::of(environment))? {
+            Request::Run(arguments) => Ok(*arguments),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn values_are_read_in_every_spelling() {
+        let cases: [(Kind, &str, Value); 22] = [
+            (count_kind(), "0", Value::Count(0)),
+            (count_kind(), "32k", Value::Count(32_768)),
+            (count_kind(), "1M", Value::Count(1_048_576)),
+            (Kind::CountOrAuto { least: 1, most: 9 }, "auto", Value::Auto),
+            (Kind::CountOrAuto { least: 1, most: 9 }, "9", Value::Count(9)),
+            (Kind::Integer, "-7", Value::Integer(-7)),
+            (Kind::Size, "512MiB", Value::Bytes(512 << 20)),
+            (Kind::Size, "16g", Value::Bytes(16 << 30)),
+            (Kind::Size, "16GiB", Value::Bytes(16 << 30)),
+            (Kind::Size, "64GB", Value::Bytes(64_000_000_000)),
+            (Kind::Size, "1.5KiB", Value::Bytes(1536)),
+            (Kind::Size, "100", Value::Bytes(100)),
+            (Kind::SizeOrFraction, "0.9", Value::Number(0.9)),
+            (Kind::SizeOrFraction, "2GiB", Value::Bytes(2 << 30)),
+            (Kind::Number { least: 0.0, most: 1.0 }, "1e-1", Value::Number(0.1)),
+            (Kind::OnOffCount { most: 64 }, "on", Value::On(true)),
+            (Kind::OnOffCount { most: 64 }, "5", Value::Count(5)),
+            (Kind::OnOffCount { most: 64 }, "1", Value::Count(1)),
+            (Kind::Switch, "true", Value::On(true)),
+            (Kind::List, "1, 2", Value::List(vec!["1".into(), "2".into()])),
+            (Kind::Effort, "ultra", Value::Text("ultra".into())),
+            (Kind::TemplateArguments, "{\"thinking\": false}", Value::On(false)),
+        ];
+        for (kind, text, expected) in cases {
+            assert_eq!(parse_value(kind, text), Ok(expected), "{kind:?} {text}");
+        }
+        for (kind, text) in [
+            (count_kind(), "-1"),
+            (count_kind(), "1.5"),
+            (count_kind(), ""),
+            (count_kind(), "+1"),
+            (count_kind(), "99999999999999999999k"),
+            (Kind::Size, "16x"),
+            (Kind::Size, "GiB"),
+            (Kind::Size, "9999999tb"),
+            (Kind::Number { least: 0.0, most: 1.0 }, "nan"),
+            (Kind::Number { least: 0.0, most: 1.0 }, "1.01"),
+            (Kind::SizeOrFraction, "1.5"),
+            (Kind::OnOffCount { most: 64 }, "65"),
+            (Kind::Effort, "101"),
+            (Kind::Effort, "+5"),
+            (Kind::List, "1,,2"),
+            (Kind::Text, ""),
+            (Kind::TemplateArguments, "{\"thinking\": false, \"x\": 1}"),
+        ] {
+            assert!(parse_value(kind, text).is_err(), "{kind:?} {text}");
+        }
+    }
+
+    fn count_kind() -> Kind {
+        Kind::Count { least: 0, most: 1 << 40 }
+    }
+
+    #[test]
+    fn a_flag_beats_a_variable_beats_the_file_beats_the_default() {
+        let file = std::env::temp_dir().join(format!("tensorfold-config-{}.toml", std::process::id()));
+        std::fs::write(
+            &file,
+            "# all\nport = 3\nqueue = 5\nname = [\"a\", \"b\"]\n\nwatchdog = 7.5\nmax_tokens = \"4k\"\n",
+        )
+        .unwrap();
+        let line = format!("serve --port 1 --config {}", file.display());
+        let found = read(&line, &[("TENSORFOLD_PORT", "2"), ("TENSORFOLD_QUEUE", "4")]).unwrap();
+        let setting = |flag: &str| found.setting(flag).unwrap().clone();
+        assert_eq!(setting("port"), Setting { value: Value::Count(1), source: Source::Flag });
+        let variable = Source::Variable("TENSORFOLD_QUEUE".to_owned());
+        assert_eq!(setting("queue"), Setting { value: Value::Count(4), source: variable });
+        let place = |line| Source::File { file: file.display().to_string(), line };
+        assert_eq!(setting("watchdog"), Setting { value: Value::Number(7.5), source: place(6) });
+        assert_eq!(setting("max-tokens"), Setting { value: Value::Count(4096), source: place(7) });
+        assert_eq!(found.list("name").unwrap(), ["a", "b"]);
+        assert_eq!(setting("host"), Setting { value: Value::Text("127.0.0.1".into()), source: Source::Default });
+        assert!(found.is_given("queue") && !found.is_given("host") && found.setting("temperature").is_none());
+        std::fs::remove_file(&file).unwrap();
+    }
+
+    #[test]
+    fn names_of_other_programs_mean_the_same() {
+        let found = read(
+            "serve m --max-model-len 8k -np 3 --no-drafts -t 2 --served-model-name x -a y --no-thinking \
+             --gpu-memory-utilization 0.9 --trust-remote-code --tool-call-parser deepseek_v41 --device cpu",
+            &[],
+        )
+        .unwrap();
+        assert_eq!(found.positionals, ["m"]);
+        assert_eq!(
+            (found.count("context"), found.count("parallel"), found.count("threads")),
+            (Some(8192), Some(3), Some(2))
+        );
+        assert_eq!(found.setting("draft").unwrap().value, Value::On(false));
+        assert_eq!(found.list("name").unwrap(), ["x", "y"]);
+        assert!(!found.is_on("thinking") && found.is_given("thinking"));
+        assert_eq!(found.number("memory"), Some(0.9));
+        assert_eq!(found.text("backend"), Some("cpu"));
+        assert_eq!(found.notes.len(), 2, "{:?}", found.notes);
+        let kwargs = read("serve --chat-template-kwargs={\"thinking\":false}", &[]).unwrap();
+        assert!(kwargs.is_given("thinking") && !kwargs.is_on("thinking"));
+        assert_eq!(read("run --seed -1", &[]).unwrap().integer("seed"), Some(-1));
+        assert_eq!(read("run -- --not-a-flag", &[]).unwrap().positionals, ["--not-a-flag"]);
+    }
+
+    /// Each line has one mistake, and the text says which and what would be right.
+    #[test]
+    fn mistakes_are_named() {
+        for (line, part) in [
+            ("serve --prot 1", "--prot is not an option of serve. Did you mean --port?"),
+            ("serve --zzzzzz 1", "--zzzzzz is not an option of serve."),
+            ("run --port 1", "--port is not an option of run; it belongs to serve"),
+            ("serve --port", "--port needs a value"),
+            ("serve --port --host x", "--port needs a value"),
+            ("serve --port 70000", "--port 70000: expected a whole number from 0 to 65535"),
+            ("serve --port 1 --port 2", "--port is given twice"),
+            ("serve --context 1 -c 2", "--context and -c are the same option"),
+            ("serve --any-model=yes", "this flag takes no value"),
+            (
+                "serve --reasoning-effort huge",
+                "expected none, minimal, low, medium, high, xhigh, max, ultra, or a number",
+            ),
+            ("serve --backend cuda", "--backend cuda: expected auto or cpu: cuda is not built yet"),
+            ("serve --device cuda", "cuda is not built yet"),
+            ("serve --device 0", "--device 0 has no effect on the cpu backend"),
+            ("serve --devices 0", "--devices is refused: it has no effect on the cpu backend"),
+            ("serve --engram disk:4GiB", "expected mmap: disk is not built yet"),
+            ("serve --numerics fast", "expected release"),
+            ("serve --tls-cert a", "--tls-cert is refused: there is no TLS listener yet"),
+            ("serve --speculative-config {}", "--speculative-config is refused: use --draft N"),
+            ("serve --vision on", "--vision is not built yet"),
+            ("serve --chat-template f", "--chat-template is refused: the encoding is code"),
+            (
+                "serve --tool-call-parser hermes",
+                "--tool-call-parser hermes is refused: the name for this family is deepseek_v41",
+            ),
+            ("serve --dtype float16", "--dtype float16 is refused"),
+            ("serve -ngl 99", "-ngl is refused: layers aren't split"),
+            ("serve --mlock", "--mlock is refused: use --memory"),
+            ("serve --enable-expert-parallel", "--enable-expert-parallel is refused: one host"),
+            ("serve --pipeline-parallel-size 2", "--pipeline-parallel-size 2 is refused: one host"),
+            ("serve --learning-rate 1", "--learning-rate is refused: one byte budget"),
+            ("serve --split-mode row", "--split-mode is refused: one host"),
+            ("serve --decode-share 0.5", "--decode-share is refused: use --decode-gap-ms"),
+            ("serve a b", "b: more than `tensorfold serve [MODEL]` takes"),
+            ("models x", "x: more than `tensorfold models` takes"),
+            ("serve --config /nonexistent.toml", "--config /nonexistent.toml: "),
+            ("--port 1 serve", "--port stands before the command"),
+            ("", "no command"),
+        ] {
+            let error = read(line, &[]).unwrap_err();
+            assert_eq!(error.0.len(), 1, "{line}: {error}");
+            assert!(error.0[0].contains(part), "{line}: {error}");
+        }
+    }
+
+    #[test]
+    fn all_mistakes_come_in_one_report_with_their_sources() {
+        let file = std::env::temp_dir().join(format!("tensorfold-mistakes-{}.toml", std::process::id()));
+        std::fs::write(&file, "chocies = 3\nqueue = -1\n").unwrap();
+        let line = format!("serve --prot 1 --max-body 5x --config {}", file.display());
+        let error = read(&line, &[("TENSORFOLD_CHOICES", "0"), ("TENSORFOLD_API_KEY", "")]).unwrap_err();
+        std::fs::remove_file(&file).unwrap();
+        for part in [
+            "--prot is not an option",
+            "--max-body 5x: expected a size",
+            "TENSORFOLD_CHOICES 0: expected a whole number from 1 to 128",
+            ".toml:1 chocies is no option. Did you mean choices?",
+            ".toml:2 queue -1: expected",
+        ] {
+            assert!(error.0.iter().any(|text| text.contains(part)), "{part}: {error}");
+        }
+        assert_eq!(error.0.len(), 5, "{error}");
+    }
+
+    #[test]
+    fn an_unknown_variable_is_noted_and_a_secret_is_never_shown() {
+        let found = read("serve", &[("TENSORFOLD_CONTXT", "1")]).unwrap();
+        assert!(found.notes[0].contains("Did you mean TENSORFOLD_CONTEXT?"), "{:?}", found.notes);
+        let error = read("serve --api-key=", &[]).unwrap_err().to_string();
+        assert!(error.contains("--api-key (hidden): expected a text"), "{error}");
+    }
+
+    #[test]
+    fn help_and_version_need_nothing_else() {
+        let ask = |line: &str| {
+            let arguments: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
+            parse(&arguments, &Environment::of(&[])).unwrap()
+        };
+        assert!(matches!(ask("--version"), Request::Version));
+        assert!(matches!(ask("-h"), Request::Help { command: None, long: false }));
+        assert!(matches!(ask("serve --nonsense --help"), Request::Help { command: Some(Command::Serve), long: true }));
+        assert!(matches!(ask("help run"), Request::Help { command: Some(Command::Run), long: true }));
+    }
+}

@@ -1,0 +1,15 @@
+//! What this build is.
+
+use tf_model::Family;
+
+pub const VERSION: &str = env!("CARGO_PKG_VERSION");
+/// The commit it was built from, or `unknown`.
+pub const COMMIT: &str = env!("TENSORFOLD_BUILD_COMMIT");
+/// Backends that this build can run on.
+pub const BACKENDS: &[&str] = &["cpu"];
+
+/// One line for `--version`.
+pub fn text() -> String {
+    let families: Vec<_> = Family::ALL.iter().map(|family| family.model_type()).collect();
+    format!("tensorfold {VERSION} ({COMMIT}), backends: {}, families: {}", BACKENDS.join(" "), families.join(" "))
+}

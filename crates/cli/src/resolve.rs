@@ -1,0 +1,358 @@
+//! From checked arguments and a checkpoint's shape to the plain structs of the crates that use them.
+//!
+//! Everything that depends on the machine or the model is settled here, before a weight is read: what fits is chosen,
+//! what was asked for and doesn't fit is refused with the figures and the flag.
+
+use std::time::Duration;
+
+use tf_checkpoint::GenerationConfig;
+use tf_engine::limits::EngineLimits;
+use tf_engine::model::ModelLimits;
+use tf_model::deepseek_v41::Options;
+use tf_model::deepseek_v41::memory::MemoryPlan;
+use tf_model::deepseek_v41::shape::Shape;
+use tf_numerics::lanes::Level;
+use tf_server::{ReasoningField, SamplingDefaults};
+use tf_text::chat::openai::{Defaults, parse_effort};
+
+use crate::arguments::{Arguments, Mistakes, Value};
+use crate::machine::{self, Memory};
+
+/// Slots that `--parallel auto` takes where they fit.
+const SLOTS_AUTO: u32 = 8;
+/// Rows of a round that `--round-rows auto` takes.
+const ROUND_ROWS_AUTO: u32 = 512;
+
+/// What a model is loaded with, and what that takes.
+#[derive(Clone, Debug)]
+pub struct Loading {
+    pub options: Options,
+    pub plan: MemoryPlan,
+    /// What the program may take; `None` where the machine's memory isn't known.
+    pub budget: Option<u64>,
+}
+
+/// Threads, context, slots and rows for a shape.
+///
+/// # Errors
+/// [`Mistakes`] for a value beyond the model's limits, or a plan beyond the memory.
+pub fn loading(arguments: &Arguments, shape: &Shape, memory: Option<Memory>) -> Result<Loading, Mistakes> {
+    let mut mistakes = Vec::new();
+    let budget = budget(arguments, memory, &mut mistakes);
+    let threads = flag_count(arguments, "threads").map_or_else(machine::physical_cores, |count| count as usize);
+    let longest = shape.max_position_embeddings as u32;
+    let context = match flag_count(arguments, "context") {
+        Some(context) if context > u64::from(longest) => {
+            mistakes.push(format!(
+                "--context {context} is larger than this model's {longest} positions. Use a smaller value or leave it out"
+            ));
+            None
+        }
+        other => other.map(|context| context as u32),
+    };
+    let verify_rows = shape.window_rows_max() as u64;
+    let round_rows = match flag_count(arguments, "round-rows") {
+        Some(rows) if rows < verify_rows => {
+            mistakes.push(format!(
+                "--round-rows {rows} is fewer than one verify window of {verify_rows} rows. Use a larger value or leave it out"
+            ));
+            ROUND_ROWS_AUTO
+        }
+        other => other.map_or(ROUND_ROWS_AUTO, |rows| rows as u32),
+    };
+    let slots = flag_count(arguments, "parallel").map(|count| count as u32);
+    if !mistakes.is_empty() {
+        return Err(Mistakes(mistakes));
+    }
+
+    let plan = |slots: u32, context: u32| MemoryPlan::new(shape, slots, context, round_rows, threads, None);
+    let room = budget.unwrap_or(u64::MAX);
+    let refuse = |text: String| Mistakes(vec![text]);
+    let least = plan(1, context.unwrap_or(1));
+    if least.fixed_bytes() > room {
+        return Err(refuse(format!(
+            "the weights and activations need {}, and {} are there. Use a machine with more memory, or raise --memory",
+            show_bytes(least.fixed_bytes()),
+            show_bytes(room)
+        )));
+    }
+    let context = match context {
+        Some(context) => context,
+        None => {
+            // The plan holds every slot twice, so that as much again can be kept beside running requests.
+            let fits = |context: &u32| plan(slots.unwrap_or(1), *context).total_bytes() <= room;
+            largest(longest, fits).ok_or_else(|| {
+                let room = show_bytes(room);
+                refuse(match slots {
+                    Some(slots) if slots > 1 => format!(
+                        "not even one token for each of {slots} requests fits beside the weights in {room}. Use a smaller \
+                         --parallel, or raise --memory"
+                    ),
+                    _ => format!("not even one token of context fits beside the weights in {room}. Raise --memory"),
+                })
+            })?
+        }
+    };
+    let slots = match slots {
+        Some(slots) => slots,
+        None => largest(SLOTS_AUTO, |slots| plan(*slots, context).total_bytes() <= room).unwrap_or(1),
+    };
+    let plan = plan(slots, context);
+    if plan.total_bytes() > room {
+        let most = largest(slots, |slots| {
+            MemoryPlan::new(shape, *slots, context, round_rows, threads, None).total_bytes() <= room
+        });
+        let hint = match most {
+            Some(most) => format!("--parallel {most} fits"),
+            None => "Use a smaller --context".to_owned(),
+        };
+        return Err(refuse(format!(
+            "{slots} requests of {context} tokens need {}, and {} are there. {hint}, or raise --memory",
+            show_bytes(plan.total_bytes()),
+            show_bytes(room)
+        )));
+    }
+    let draft = draft_max(arguments, shape.dspark_block_size as u32) > 0;
+    let options = Options { threads, level: Level::best(), context, slots, round_rows, draft, ..Options::default() };
+    Ok(Loading { options, plan, budget })
+}
+
+/// The largest number from 1 to `most` for which `fits` holds; it holds for smaller ones where it does for larger.
+fn largest(most: u32, fits: impl Fn(&u32) -> bool) -> Option<u32> {
+    let (mut good, mut bad) = (0, most.checked_add(1)?);
+    while bad - good > 1 {
+        let middle = good + (bad - good) / 2;
+        match fits(&middle) {
+            true => good = middle,
+            false => bad = middle,
+        }
+    }
+    (good > 0).then_some(good)
+}
+
+/// A count where the command has this option and someone set it.
+fn flag_count(arguments: &Arguments, flag: &str) -> Option<u64> {
+    crate::options::find(arguments.command, flag)?;
+    arguments.count(flag)
+}
+
+/// What the program may take: `--memory`, else what is free less a reserve.
+fn budget(arguments: &Arguments, memory: Option<Memory>, mistakes: &mut Vec<String>) -> Option<u64> {
+    let setting = crate::options::find(arguments.command, "memory").and_then(|_| arguments.setting("memory"));
+    match (setting.map(|setting| &setting.value), memory) {
+        (Some(Value::Bytes(bytes)), _) => Some(*bytes),
+        (Some(Value::Number(share)), Some(memory)) => Some((memory.total as f64 * share) as u64),
+        (Some(_), None) => {
+            mistakes
+                .push("--memory as a share needs the machine's memory, which isn't known here. Give a size".to_owned());
+            None
+        }
+        (_, memory) => memory.map(machine::budget),
+    }
+}
+
+/// Most drafts of a window: `--draft`, at most what the draft block gives.
+pub fn draft_max(arguments: &Arguments, block: u32) -> u32 {
+    if crate::options::find(arguments.command, "draft").is_none() {
+        return block;
+    }
+    match arguments.setting("draft").map(|setting| &setting.value) {
+        Some(Value::On(false)) => 0,
+        Some(Value::Count(count)) => block.min(*count as u32),
+        _ => block,
+    }
+}
+
+/// What the engine allows, for a model that was loaded with these arguments.
+pub fn engine_limits(arguments: &Arguments, model: &ModelLimits) -> EngineLimits {
+    let mut limits = EngineLimits::for_model(model);
+    limits.draft.max = draft_max(arguments, model.draft_block);
+    limits.draft.adaptive = !matches!(arguments.setting("draft").map(|setting| &setting.value), Some(Value::Count(_)));
+    if let Some(confidence) = arguments.number("draft-confidence") {
+        limits.draft.confidence_min = confidence as f32;
+    }
+    if arguments.command != crate::options::Command::Serve {
+        return limits;
+    }
+    if let Some(gap) = arguments.count("decode-gap-ms") {
+        limits.decode_gap = Some(Duration::from_millis(gap)).filter(|gap| !gap.is_zero());
+    }
+    if let Some(queue) = arguments.count("queue") {
+        limits.queue = queue as u32;
+    }
+    if let Some(timeout) = seconds(arguments, "queue-timeout") {
+        limits.queue_timeout = timeout;
+    }
+    if let Some(rows) = arguments.text("chunk").and_then(|text| text.parse().ok()) {
+        limits.prompt_chunk = rows;
+    }
+    limits
+}
+
+/// A number of seconds.
+pub fn seconds(arguments: &Arguments, flag: &str) -> Option<Duration> {
+    Duration::try_from_secs_f64(arguments.number(flag)?).ok()
+}
+
+/// Sampling of requests that don't say: the flags, else the checkpoint's own, else plain.
+pub fn sampling(arguments: &Arguments, checkpoint: &GenerationConfig) -> SamplingDefaults {
+    let greedy = checkpoint.do_sample == Some(false);
+    let temperature = if greedy { 0.0 } else { checkpoint.temperature.unwrap_or(1.0) };
+    SamplingDefaults {
+        temperature: arguments.number("temperature").unwrap_or(temperature) as f32,
+        top_p: arguments.number("top-p").or(checkpoint.top_p).unwrap_or(1.0) as f32,
+        top_k: arguments.count("top-k").or(checkpoint.top_k).unwrap_or(0).try_into().unwrap_or(u32::MAX),
+        min_p: arguments.number("min-p").or(checkpoint.min_p).unwrap_or(0.0) as f32,
+    }
+}
+
+/// Reasoning of requests that don't say.
+pub fn chat(arguments: &Arguments) -> Defaults {
+    let mut defaults = Defaults::default();
+    if arguments.is_given("thinking") {
+        defaults.thinking = arguments.is_on("thinking");
+    }
+    match arguments.text("reasoning-effort").and_then(parse_effort) {
+        Some(Some(effort)) => defaults.effort = effort,
+        Some(None) => defaults.thinking = false,
+        None => {}
+    }
+    defaults
+}
+
+/// Where chat replies put their reasoning.
+pub fn reasoning_field(arguments: &Arguments) -> ReasoningField {
+    match arguments.text("reasoning-field") {
+        Some("reasoning") => ReasoningField::Reasoning,
+        Some("both") => ReasoningField::Both,
+        _ => ReasoningField::ReasoningContent,
+    }
+}
+
+/// Bytes for people.
+pub fn show_bytes(bytes: u64) -> String {
+    const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let mut scaled = bytes as f64;
+    let mut unit = 0;
+    while scaled >= 1024.0 && unit + 1 < UNITS.len() {
+        scaled /= 1024.0;
+        unit += 1;
+    }
+    match unit {
+        0 => format!("{bytes} B"),
+        _ => format!("{scaled:.1} {}", UNITS[unit]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tf_model::deepseek_v41::shape::FLASH;
+
+    use super::*;
+    use crate::arguments::{Request, parse};
+    use crate::options::Environment;
+
+    fn arguments(line: &str) -> Arguments {
+        let words: Vec<String> = line.split_whitespace().map(str::to_owned).collect();
+        match parse(&words, &Environment::of(&[])).unwrap() {
+            Request::Run(arguments) => *arguments,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    fn small() -> Shape {
+        let files = tf_checkpoint::SmallFiles::embedded(crate::demo::FILES);
+        Shape::from_config(&files.config().unwrap()).unwrap()
+    }
+
+    fn memory(available: u64) -> Option<Memory> {
+        Some(Memory { total: 1 << 42, available })
+    }
+
+    #[test]
+    fn auto_takes_what_fits() {
+        let loading = loading(&arguments("serve --threads 3"), &small(), memory(64 << 30)).unwrap();
+        let options = &loading.options;
+        assert_eq!((options.context, options.slots, options.round_rows, options.threads), (8192, 8, 512, 3));
+        assert!(options.draft && loading.plan.total_bytes() <= loading.budget.unwrap());
+        // Little memory: a shorter window before fewer than one request.
+        let tight = loading_of("serve --threads 1 --memory 27MiB").unwrap();
+        assert!(tight.options.context < 8192 && tight.options.slots == 1, "{tight:?}");
+        assert!(tight.plan.total_bytes() <= 27 << 20);
+        // Without any figure of the machine everything is taken as asked.
+        let unknown = super::loading(&arguments("serve --parallel 3"), &FLASH, None).unwrap();
+        assert_eq!((unknown.options.context, unknown.options.slots, unknown.budget), (1 << 20, 3, None));
+    }
+
+    fn loading_of(line: &str) -> Result<Loading, Mistakes> {
+        loading(&arguments(line), &small(), memory(64 << 30))
+    }
+
+    #[test]
+    fn what_does_not_fit_is_refused_with_figures_and_flag() {
+        for (line, part) in [
+            ("serve --context 8193", "--context 8193 is larger than this model's 8192 positions"),
+            ("serve --round-rows 5", "--round-rows 5 is fewer than one verify window of 6 rows"),
+            ("serve --memory 1MiB", "the weights and activations need"),
+            ("serve --memory 100MiB --parallel 1000", "one token for each of 1000 requests"),
+            ("serve --memory 60MiB --parallel 200 --context 8k", "or raise --memory"),
+        ] {
+            let error = loading_of(line).unwrap_err().to_string();
+            assert!(error.contains(part), "{line}: {error}");
+        }
+        let both = loading_of("serve --context 9k --round-rows 1").unwrap_err();
+        assert_eq!(both.0.len(), 2, "{both}");
+        let release = loading(&arguments("info x"), &FLASH, memory(64 << 30)).unwrap_err().to_string();
+        assert!(release.contains("GiB, and 56.0 GiB are there"), "{release}");
+    }
+
+    #[test]
+    fn flags_beat_the_checkpoints_sampling_which_beats_plain() {
+        let plain = sampling(&arguments("serve"), &GenerationConfig::default());
+        assert_eq!(plain, SamplingDefaults { temperature: 1.0, top_p: 1.0, top_k: 0, min_p: 0.0 });
+        let own = GenerationConfig {
+            do_sample: Some(false),
+            temperature: Some(0.7),
+            top_p: Some(0.9),
+            top_k: Some(40),
+            min_p: Some(0.1),
+            max_new_tokens: None,
+        };
+        let greedy = sampling(&arguments("serve"), &own);
+        assert_eq!(greedy, SamplingDefaults { temperature: 0.0, top_p: 0.9, top_k: 40, min_p: 0.1 });
+        let flags = sampling(&arguments("serve --temperature 0.5 --top-p 0.8 --top-k 0 --min-p 0"), &own);
+        assert_eq!(flags, SamplingDefaults { temperature: 0.5, top_p: 0.8, top_k: 0, min_p: 0.0 });
+    }
+
+    #[test]
+    fn engine_and_chat_hear_their_flags() {
+        let model = ModelLimits { vocab_size: 8, context: 64, slots: 2, round_rows: 32, draft_block: 5 };
+        let limits = |line: &str| engine_limits(&arguments(line), &model);
+        let default = limits("serve");
+        assert_eq!((default.draft.max, default.draft.adaptive, default.queue), (5, true, 128));
+        assert_eq!(limits("serve --no-drafts").draft.max, 0);
+        assert_eq!((limits("serve --draft 3").draft.max, limits("serve --draft 3").draft.adaptive), (3, false));
+        assert_eq!(limits("serve --draft 9").draft.max, 5);
+        assert_eq!(limits("serve --decode-gap-ms 0").decode_gap, None);
+        assert_eq!(limits("serve --queue-timeout 1.5").queue_timeout, Duration::from_millis(1500));
+        assert_eq!(limits("serve --chunk 7").prompt_chunk, 7);
+        assert_eq!(limits("run").queue, 128);
+        assert!(chat(&arguments("serve")).thinking);
+        assert!(!chat(&arguments("serve --no-thinking")).thinking);
+        assert!(!chat(&arguments("run --reasoning-effort none")).thinking);
+        assert_eq!(chat(&arguments("run --reasoning-effort max")).effort.value(), 100);
+        assert_eq!(reasoning_field(&arguments("serve --reasoning-field both")), ReasoningField::Both);
+    }
+
+    #[test]
+    fn the_largest_that_fits_is_found() {
+        for most in [1, 2, 7, 8] {
+            for limit in 0..=most {
+                let expected = (limit > 0).then_some(limit);
+                assert_eq!(largest(most, |number| *number <= limit), expected, "{limit} of {most}");
+            }
+        }
+        assert_eq!(show_bytes(1023), "1023 B");
+        assert_eq!(show_bytes(3 << 30), "3.0 GiB");
+    }
+}
