@@ -37,7 +37,7 @@ fn with_parts<T>(trace: &Trace, run: impl FnOnce(&std::cell::RefCell<Parts<'_>>)
 fn decode_entries(bytes: &[u8], count: usize, head_dim: usize) -> Vec<f64> {
     let record = kv_compress::record_bytes(head_dim);
     let value = |entry: &[u8], column: usize| {
-        let code = entry[column / 2] >> (4 * (column % 2)) & 15;
+        let code = entry[16 * (column / 32) + column % 16] >> (4 * (column % 32 / 16)) & 15;
         e2m1_decode(code) * e4m3_decode(entry[head_dim / 2 + column / 16])
     };
     let entries = bytes.chunks_exact(record).take(count);

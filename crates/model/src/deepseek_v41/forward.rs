@@ -21,6 +21,7 @@ use tf_numerics::rope;
 
 use super::cache::{Cache, CacheError};
 use super::draft;
+use super::draw::DrawError;
 use super::engram::EngramHash;
 use super::fault::Fault;
 use super::load::{Hyper, Layer, Weights};
@@ -37,6 +38,8 @@ pub enum StepError {
     Cache(#[from] CacheError),
     #[error(transparent)]
     Engram(#[from] engram::EngramError),
+    #[error(transparent)]
+    Draw(#[from] DrawError),
     #[error("the round has {rows} rows, the model takes {max}")]
     Rows { rows: usize, max: usize },
     #[error("token {token} is outside the vocabulary of {vocab_size}")]

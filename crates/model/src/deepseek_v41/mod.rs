@@ -18,6 +18,7 @@ pub mod shape;
 pub mod snapshot;
 pub mod weights;
 
+pub use draw::DrawError;
 pub use fault::Fault;
 pub use forward::StepError;
 pub use model::{BuildError, Counters, DeepseekV41, OptionError, Options};

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use tf_device::{Device, Queue};
 use tf_engine::model::{
-    DraftRequest, Drafts, Drawn, DrawnRow, ForwardError, Model, ModelLimits, RoundPlan, SequenceView, SlotIndex, Window,
+    DraftRequest, Drafts, Drawn, ForwardError, Model, ModelLimits, RoundPlan, SequenceView, SlotIndex, Window,
 };
 use tf_engine::request::Position;
 use tf_kernels::rows::{EntryInfo, WindowInfo};
@@ -12,7 +12,7 @@ use tf_numerics::lanes::Level;
 
 use super::cache::{Cache, CacheLayout};
 use super::draft::{self, Anchor};
-use super::draw::Draws;
+use super::draw::{Draws, RowOf};
 use super::engram::EngramHash;
 use super::fault::Fault;
 use super::forward::{self, History, LOOKBACK_MAX, Round, Step, StepError, Tables};
@@ -134,7 +134,9 @@ pub struct DeepseekV41 {
     pub(super) ring_windows: Vec<WindowInfo>,
     pub(super) draft: Option<draft::Context>,
     pub(super) draws: Draws,
+    /// For each drawn row its row of `scratch.normed`, and which it is of which window.
     pub(super) drawn_rows: Vec<u32>,
+    pub(super) row_of: Vec<RowOf>,
     pub(super) anchors: Vec<u32>,
     pub(super) greedy: Vec<bool>,
     pub(super) logits_rows: usize,
@@ -183,8 +185,9 @@ impl DeepseekV41 {
             history: History { ids: Vec::with_capacity(rows * shape.engram_columns()) },
             ring_windows: Vec::with_capacity(slots),
             draft,
-            draws: Draws::new(&device, &shape, logits_rows)?,
+            draws: Draws::new(&device, options.level, shape.vocab_size)?,
             drawn_rows: Vec::with_capacity(rows),
+            row_of: Vec::with_capacity(rows),
             anchors: Vec::with_capacity(logits_rows),
             greedy: Vec::with_capacity(logits_rows),
             logits_rows,
@@ -401,25 +404,20 @@ impl Model for DeepseekV41 {
     ) -> Result<(), ForwardError> {
         drawn.clear();
         self.run(plan).map_err(failed)?;
-        for window in &plan.windows {
-            let first = drawn.windows.last().map_or(0, |range: &Range<usize>| range.end);
-            drawn.windows.push(first..first + window.draw.len());
+        self.row_of.clear();
+        for (index, window) in plan.windows.iter().enumerate() {
+            let first = self.row_of.len();
+            self.row_of.extend((0..window.draw.len()).map(|row| RowOf { window: index, row }));
+            drawn.windows.push(first..self.row_of.len());
         }
-        let (mut window, mut row) = (0, 0);
         for first in (0..self.drawn_rows.len()).step_by(self.logits_rows) {
             let batch = first..(first + self.logits_rows).min(self.drawn_rows.len());
             self.head(batch.clone()).map_err(failed)?;
-            for index in batch.clone() {
-                while row == plan.windows[window].draw.len() {
-                    window += 1;
-                    row = 0;
-                }
-                let logits = &self.scratch.logits.f32()[(index - first) * self.shape.vocab_size..][..self.shape.vocab_size];
-                let view = &sequences[plan.windows[window].sequence];
-                let drawn_row = self.draws.row(logits, plan, window, row, view, &mut drawn.top);
-                drawn.rows.push(drawn_row);
-                row += 1;
-            }
+            let Self { draws, queue, scratch, shape, row_of, .. } = self;
+            let rows = &row_of[batch];
+            let drawn_batch =
+                draws.rows(queue, &scratch.logits, shape.vocab_size, rows, plan, sequences, &mut drawn.rows, &mut drawn.top);
+            drawn_batch.map_err(|error| failed(error.into()))?;
         }
         Ok(())
     }
@@ -464,9 +462,4 @@ impl Model for DeepseekV41 {
     fn release(&mut self, slot: SlotIndex) {
         self.cache.release(slot.0);
     }
-}
-
-/// The plain numbers of a drawn row without log-probabilities.
-pub(super) fn bare_row(token: u32, top_start: usize) -> DrawnRow {
-    DrawnRow { token, logprob: 0.0, next_logprob: 0.0, top_start: top_start as u32, top_count: 0 }
 }
