@@ -486,6 +486,8 @@ struct Parser {
     pending: VecDeque<Symbol>,
     started_in_reasoning: bool,
     malformed: u32,
+    /// Newlines at the front of `pending` that were counted already, so that a flood of them is counted once.
+    newlines: usize,
     /// Skipped text inside a block is counted once a run.
     in_junk: bool,
     cut_inside_call: bool,
@@ -509,6 +511,7 @@ impl Parser {
             parse,
             pending: VecDeque::new(),
             malformed: 0,
+            newlines: 0,
             in_junk: false,
             cut_inside_call: false,
             previous: None,
@@ -598,7 +601,10 @@ impl Parser {
             }
             Piece::Char('\n') => {
                 // Newlines in front of a block of calls, or of the end of a reasoning, belong to the format.
-                let run = self.pending.iter().take_while(|symbol| symbol.piece == Piece::Char('\n')).count();
+                while self.pending.get(self.newlines).is_some_and(|symbol| symbol.piece == Piece::Char('\n')) {
+                    self.newlines += 1;
+                }
+                let run = self.newlines;
                 let shown = match self.pending.get(run).map(|symbol| symbol.piece) {
                     None if !ended => return false,
                     None => true,
@@ -957,6 +963,7 @@ impl Parser {
     /// Moves the front symbol to the output; `effect` belongs to its last character.
     fn take(&mut self, channel: Channel, shown: bool, effect: Effect, out: &mut Output) {
         let Some(symbol) = self.pending.pop_front() else { return };
+        self.newlines = self.newlines.saturating_sub(1);
         if shown {
             self.emit(channel, symbol, out);
             return;

@@ -549,6 +549,17 @@ fn nothing_of_a_stop_string_or_of_markup_is_shown_early() {
 }
 
 #[test]
+fn floods_of_one_character_are_read_in_one_pass() {
+    for piece in ["\n", "<", "</", "｜DSML｜", "<｜DSML｜ invoke name=\"", "｜", "\"", " "] {
+        let text = piece.repeat(300_000 / piece.len());
+        for options in [chat(), thinking(), ReplyOptions { stops: vec!["\n\nx".into()], ..chat() }] {
+            let found = parse(&options, [text.as_str(), "x"], End::Length);
+            assert!(found.calls.is_empty(), "{piece:?}");
+        }
+    }
+}
+
+#[test]
 fn raw_text_is_text_where_nothing_is_parsed() {
     let options = ReplyOptions { parse: false, ..chat() };
     let text = format!("\n\na</think>b\n\n{}", call());
