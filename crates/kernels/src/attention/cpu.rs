@@ -17,7 +17,7 @@ const _: () = assert!(HEAD_BLOCK == WIDTH);
 pub(super) fn run(queue: &mut CpuQueue, args: Args<'_>) {
     let Args { shape, span, q, rows, windows, records, ring, compressed, sinks, frequencies, scratch, out } = args;
     let keys = shape.window + shape.selected_max;
-    let work = rows.len() * shape.heads * shape.head_dim * keys;
+    let work = rows.len() * shape.heads * shape.head_dim * keys * 2;
     let blocks = shape.heads.div_ceil(HEAD_BLOCK);
     let job = Job {
         shape,

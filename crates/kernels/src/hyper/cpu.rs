@@ -41,7 +41,7 @@ pub(super) fn run_enter(queue: &mut CpuQueue, args: EnterArgs<'_>) {
     let level = queue.level;
     let row_work = MIXES * STREAMS * hidden;
     let threads = threads_for(rows * row_work).min(queue.pool.threads());
-    if rows >= 2 * threads || row_work < 4 * GRAIN {
+    if rows >= 2 * threads || row_work < 2 * GRAIN {
         queue.pool.run_on(threads, |index, count| {
             dispatch(level, EnterRows { job: &job, rows: split(rows, count, index, 1) });
         });

@@ -7,8 +7,8 @@ pub(crate) use cpu::part;
 use tf_device::Buffer;
 use tf_device::cpu::Parts;
 
-/// Multiply-adds below which handing work to another thread costs more than it saves.
-pub(crate) const GRAIN: usize = 1 << 16;
+/// Multiply-adds below which handing work to another thread costs more than it saves. Tests share everything.
+pub(crate) const GRAIN: usize = if cfg!(test) { 1 } else { 1 << 17 };
 
 /// Most threads for a launch of `work` multiply-adds (or as many other vector operations times 16).
 pub(crate) fn threads_for(work: usize) -> usize {
