@@ -118,6 +118,13 @@ impl Buffer {
         }
     }
 
+    /// As [`CpuBuffer::break_guard`].
+    pub fn break_guard(&mut self, before: bool) {
+        match self {
+            Buffer::Cpu(buffer) => buffer.break_guard(before),
+        }
+    }
+
     pub fn len_bytes(&self) -> usize {
         match self {
             Buffer::Cpu(buffer) => buffer.len_bytes(),

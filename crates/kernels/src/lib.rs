@@ -7,14 +7,16 @@
 //! Activations are float32 buffers, row-major, holding bfloat16 values wherever the release rounds to bfloat16. Reads no
 //! file and no environment, and knows no layer number.
 
+pub mod contract;
+pub mod families;
 pub mod numerics_policy;
 pub mod order;
 pub mod pack;
 mod parallel;
-#[cfg(test)]
-mod testing;
 pub mod reference_formats;
 pub mod rows;
+#[cfg(test)]
+mod testing;
 
 pub mod attention;
 pub mod draft_head;

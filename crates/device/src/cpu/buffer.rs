@@ -95,6 +95,17 @@ impl CpuBuffer {
         before.or_else(|| damaged(after).map(|at| (self.len_bytes + at) as isize))
     }
 
+    /// Overwrites the guard byte next to the block, so that a check of guards can be checked. Nothing without guards.
+    pub fn break_guard(&mut self, before: bool) {
+        if let Owner::Guarded { pattern, .. } = self.owner {
+            // SAFETY: both bytes lie in the guards that `guarded` allocated.
+            unsafe {
+                let at = if before { self.start.as_ptr().sub(1) } else { self.start.as_ptr().add(self.len_bytes) };
+                at.write(!pattern);
+            }
+        }
+    }
+
     pub fn len_bytes(&self) -> usize {
         self.len_bytes
     }

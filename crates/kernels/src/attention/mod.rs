@@ -18,6 +18,7 @@
 //! `l` adds the unrounded `e_j` in key order, the sink last; each column of the output is one chain of fused multiply-adds in
 //! key order. `M` is a maximum, so its order is free. A row's keys are never split over threads.
 
+pub(crate) mod contract;
 mod cpu;
 mod launch;
 pub mod reference;

@@ -5,6 +5,7 @@
 //!
 //! Shapes and types: see [`Args`]. Rounding: none, bf16 widens exactly. No sums.
 
+pub(crate) mod contract;
 mod cpu;
 mod launch;
 pub mod reference;

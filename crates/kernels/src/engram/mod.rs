@@ -12,6 +12,7 @@
 //! ```
 //! The factors multiply `d` in the order written. Sums: [`crate::order::sum_products`] and [`crate::order::sum_squares`].
 
+pub(crate) mod contract;
 mod cpu;
 mod launch;
 pub mod reference;

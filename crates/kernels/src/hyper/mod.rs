@@ -22,6 +22,7 @@
 //! Sums over columns: `function @ v` in [`crate::order::dot`] (one accumulator of 16 lanes an output); the sum of squares in
 //! [`crate::order::sum_squares`]. Mixes stay float32.
 
+pub(crate) mod contract;
 mod cpu;
 mod launch;
 pub mod reference;

@@ -9,6 +9,7 @@
 //!
 //! Rounding: bf16 after the norm and after RoPE, then E2M1. Sum: [`crate::order::sum_squares`].
 
+pub(crate) mod contract;
 mod cpu;
 mod launch;
 pub mod reference;

@@ -5,6 +5,7 @@
 //!
 //! Inputs are the bf16 products with `wq_b` and `weights_proj`. Rounding: bf16 after RoPE, then E2M1. No sums.
 
+pub(crate) mod contract;
 mod cpu;
 mod launch;
 pub mod reference;

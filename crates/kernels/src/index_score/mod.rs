@@ -10,6 +10,7 @@
 //! Shapes and types: see [`Args`]. Rounding: none, scores are float32. Order: each dot product is one chain of fused
 //! multiply-adds over the columns ascending; the heads add up in one such chain, ascending.
 
+pub(crate) mod contract;
 mod cpu;
 mod launch;
 pub mod reference;

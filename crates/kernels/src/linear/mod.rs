@@ -1,5 +1,6 @@
 //! What the linear families share: how a result is finished, and the tiles that keep one order for every output.
 
+pub(crate) mod contract;
 pub(crate) mod cpu;
 
 /// What happens to a finished float32 sum before it is stored.

@@ -7,6 +7,7 @@
 //! Sums in the order of [`tf_numerics::sum`]'s plain dot product, which depends on `columns` only. The accumulation is
 //! float32; f32 weights and f32 inputs are used unrounded. Packed layout: `[weight rows, columns rounded up to 32]`.
 
+pub(crate) mod contract;
 mod cpu;
 mod launch;
 mod pack;

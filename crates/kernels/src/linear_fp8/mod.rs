@@ -10,6 +10,7 @@
 //! tiles or the other weights of the launch. The accumulation is float32 and rounds to bf16 once, at the store.
 //! Packed layout: codes `[weight rows, columns rounded up to 32]`, scales as float32 `[row blocks, column blocks]`.
 
+pub(crate) mod contract;
 mod cpu;
 mod launch;
 mod pack;

@@ -4,6 +4,7 @@
 //! `[row_indices.len(), vocabulary]` f32. Most rows of a prompt need no logits, and the head is the largest dense weight, so
 //! the rows are chosen here. Order and bits are those of [`crate::linear_bf16`] on the same row.
 
+pub(crate) mod contract;
 mod launch;
 pub mod reference;
 

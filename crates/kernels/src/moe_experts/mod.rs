@@ -15,6 +15,7 @@
 //! changes no bit. Packed layout of an expert: codes of `w1`, `w3`, `w2` (layout B: 64 bytes hold 128 weights of an output
 //! row, dword lane `l` nibble `n` is weight `16 n + l`; rows padded to 128), then their E8M0 scales.
 
+pub(crate) mod contract;
 mod cpu;
 mod launch;
 mod pack;

@@ -6,6 +6,7 @@
 //!
 //! Shapes and types: see [`Args`]. Rounding: none, all float32.
 
+pub(crate) mod contract;
 mod cpu;
 mod launch;
 pub mod reference;

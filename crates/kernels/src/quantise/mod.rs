@@ -5,6 +5,7 @@
 //! `E4M3(clamp(x / s, -448, 448)) * s`, round to nearest even; the result is a bf16 value.
 //! A fused form is [`crate::linear_fp8::Finish::Qdq8`].
 
+pub(crate) mod contract;
 mod cpu;
 mod launch;
 pub mod reference;

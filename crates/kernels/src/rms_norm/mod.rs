@@ -6,6 +6,7 @@
 //! Shapes and types: see [`Args`]. Rounding: one bf16 rounding at the store, then QDQ8 where it is asked for. `eps` enters
 //! in float32, so 1e-20 keeps an all-zero row zero. Sum: [`crate::order::sum_squares`] (four accumulators of 16 lanes).
 
+pub(crate) mod contract;
 mod cpu;
 mod launch;
 pub mod reference;

@@ -17,7 +17,7 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
             LaunchError::check_room("the vocabulary of a draw", args.vocab, next as usize + 1)?;
         }
     }
-    match queue {
+    match queue.launching("sample") {
         Queue::Cpu(queue) => cpu::run(queue, args),
     }
     Ok(())

@@ -13,6 +13,7 @@
 //! Shapes and types: see [`Args`]. Everything is float32 with the functions of [`tf_numerics::math`]. A row with a NaN or plus
 //! infinity draws nothing and says so in its [`Outcome`]. Nothing is allocated once [`Scratch`] has seen the largest row.
 
+pub(crate) mod contract;
 mod cpu;
 mod launch;
 pub mod reference;

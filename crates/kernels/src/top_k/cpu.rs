@@ -70,8 +70,8 @@ impl Keys for Blocks<'_> {
         let from = &self.scores[(t * WIDTH * self.block_size).min(self.scores.len())..];
         for (block, largest) in from.chunks(self.block_size).zip(&mut largest) {
             for &score in block {
-                // Also replaces the NaN that a block starts with; a NaN score loses to every other.
-                *largest = if score <= *largest { *largest } else { score };
+                // A NaN, as every block starts with, loses to every number.
+                *largest = largest.max(score);
             }
         }
         let newest = self.count() - 1;

@@ -12,6 +12,7 @@
 //! Exact: scores are compared as integers in the order of their values (`-0` and `+0` are equal) and counted, so no order of
 //! execution enters. No arithmetic on scores.
 
+pub(crate) mod contract;
 mod cpu;
 mod launch;
 pub mod reference;

@@ -1,0 +1,6 @@
+//! The four gates, one question each.
+
+pub mod geometry;
+pub mod memory;
+pub mod repeat;
+pub mod value;

@@ -1,0 +1,49 @@
+//! What the program is asked to do.
+
+use clap::{Args, ValueEnum};
+use std::path::PathBuf;
+
+/// Where kernels run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub enum Backend {
+    Cpu,
+    Cuda,
+    Metal,
+}
+
+/// Proves the registered kernels on this machine.
+#[derive(Args, Clone, Debug)]
+pub struct Options {
+    /// Backend whose kernels are proved.
+    #[arg(long, value_enum, default_value = "cpu")]
+    pub backend: Backend,
+    /// FAMILY, FAMILY/KERNEL, a list of them with commas, or dsv41: all kernels of DeepSeek-V4.1.
+    #[arg(long, value_name = "WHICH", default_value = "dsv41")]
+    pub only: String,
+    /// List the kernels with their cases and controls, and run nothing.
+    #[arg(long)]
+    pub list: bool,
+    /// Write the report of docs/reference/contract.schema.json to FILE.
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
+    /// Run one case alone, as a failing case prints it: KERNEL:CASE:GATE:SEED.
+    #[arg(long, value_name = "CASE")]
+    pub replay: Option<String>,
+    /// Time the cases after proving them.
+    #[arg(long)]
+    pub time: bool,
+    /// Also judge the values of N fresh seeds.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub seeds: usize,
+}
+
+impl Options {
+    /// The command line that gives these options, as the summary names it.
+    pub fn command(&self) -> String {
+        let mut command = format!("tf-kernel-contract --only {}", self.only);
+        if self.seeds > 0 {
+            command.push_str(&format!(" --seeds {}", self.seeds));
+        }
+        command
+    }
+}

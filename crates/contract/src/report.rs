@@ -1,0 +1,301 @@
+//! What a run found: the lines on the screen, the SUMMARY line, and the JSON report of
+//! `docs/reference/contract.schema.json`.
+
+use serde::Serialize;
+
+/// Names the form of the JSON report; changes with it.
+pub const SCHEMA: &str = "tensorfold.contract.1";
+
+/// How a gate or a control ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Status {
+    Pass,
+    Fail,
+    KnownFinding,
+    Red,
+    Missed,
+    Skipped,
+}
+
+#[derive(Clone, Debug, Serialize)]
+pub struct GateReport {
+    pub gate: &'static str,
+    pub status: Status,
+    pub cases: usize,
+    pub launches: usize,
+    pub compared: usize,
+    /// Gate 1: the largest deviation as a share of its bound, and its place.
+    pub worst_share_of_bound: f64,
+    pub worst: String,
+    /// Empty where the gate passed.
+    pub failure: String,
+    /// The command that runs the failing case alone.
+    pub replay: String,
+}
+
+#[derive(Clone, Debug, Serialize)]
+pub struct ControlReport {
+    pub name: &'static str,
+    pub gate: &'static str,
+    pub status: Status,
+    pub case: String,
+    /// What the gate said, or why it was missed or skipped.
+    pub text: String,
+}
+
+#[derive(Clone, Debug, Serialize)]
+pub struct TimeReport {
+    pub case: String,
+    pub threads: usize,
+    pub microseconds: f64,
+    pub bytes: usize,
+    pub multiply_adds: usize,
+    pub gigabytes_a_second: f64,
+    /// Of the read rate measured on this machine with the same threads.
+    pub share_of_read_ceiling: f64,
+    pub giga_multiply_adds_a_second: f64,
+}
+
+#[derive(Clone, Debug, Serialize)]
+pub struct KernelReport {
+    pub name: &'static str,
+    pub formula: &'static str,
+    pub gates: Vec<GateReport>,
+    pub controls: Vec<ControlReport>,
+    pub times: Vec<TimeReport>,
+    pub milliseconds: u64,
+}
+
+impl KernelReport {
+    pub fn passed(&self) -> bool {
+        self.gates.iter().all(|gate| gate.status == Status::Pass)
+    }
+
+    pub fn failed(&self) -> bool {
+        self.gates.iter().any(|gate| gate.status == Status::Fail)
+    }
+}
+
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct Summary {
+    pub kernels: usize,
+    pub passed: usize,
+    pub failed: usize,
+    pub known_findings: usize,
+    pub controls: usize,
+    pub red: usize,
+    pub missed: usize,
+    pub skipped: usize,
+    pub limit_problems: usize,
+    pub gates_ms: u64,
+    pub limits_ms: u64,
+}
+
+#[derive(Clone, Debug, Serialize)]
+pub struct Machine {
+    pub name: String,
+    pub cores: usize,
+    pub levels: Vec<String>,
+}
+
+#[derive(Clone, Debug, Serialize)]
+pub struct Skip {
+    pub what: String,
+    pub reason: String,
+}
+
+#[derive(Clone, Debug, Serialize)]
+pub struct Report {
+    pub schema: &'static str,
+    pub command: String,
+    pub backend: &'static str,
+    pub version: &'static str,
+    pub machine: Machine,
+    pub seeds: Vec<u64>,
+    pub kernels: Vec<KernelReport>,
+    pub skips: Vec<Skip>,
+    pub limit_problems: Vec<String>,
+    /// What is wrong with the registry or the list of known findings.
+    pub complaints: Vec<String>,
+    pub summary: Summary,
+}
+
+impl Report {
+    /// Counts everything but the durations.
+    pub fn count(&mut self) {
+        let gates = || self.kernels.iter().flat_map(|kernel| &kernel.gates);
+        let controls = || self.kernels.iter().flat_map(|kernel| &kernel.controls);
+        let with = |status| controls().filter(|control| control.status == status).count();
+        self.summary = Summary {
+            kernels: self.kernels.len(),
+            passed: self.kernels.iter().filter(|kernel| kernel.passed()).count(),
+            failed: self.kernels.iter().filter(|kernel| kernel.failed()).count(),
+            known_findings: gates().filter(|gate| gate.status == Status::KnownFinding).count(),
+            controls: controls().count(),
+            red: with(Status::Red),
+            missed: with(Status::Missed),
+            skipped: with(Status::Skipped) + self.skips.len(),
+            limit_problems: self.limit_problems.len(),
+            gates_ms: self.summary.gates_ms,
+            limits_ms: self.summary.limits_ms,
+        };
+    }
+
+    /// Whether everything holds, and something was asked.
+    pub fn holds(&self) -> bool {
+        let summary = &self.summary;
+        let asked = summary.kernels > 0 && summary.controls > 0;
+        let all_pass = summary.failed == 0 && summary.passed + self.kernels_with_known() == summary.kernels;
+        asked && all_pass && summary.missed == 0 && summary.limit_problems == 0 && self.complaints.is_empty()
+    }
+
+    fn kernels_with_known(&self) -> usize {
+        let known = |kernel: &&KernelReport| kernel.gates.iter().any(|gate| gate.status == Status::KnownFinding);
+        self.kernels.iter().filter(known).filter(|kernel| !kernel.failed()).count()
+    }
+
+    /// The last line of a run.
+    pub fn summary_line(&self) -> String {
+        let Summary { kernels, passed, failed, known_findings, controls, red, missed, limit_problems, .. } =
+            self.summary;
+        format!(
+            "kernel contract, {} ({}): SUMMARY {kernels} kernels: {passed} pass gates 1-4, {failed} fail, {known_findings} \
+             known findings; {controls} controls: {red} red as planted, {missed} missed; {limit_problems} limit problems; \
+             gates {} ms, limits {} ms",
+            self.command,
+            self.backend.to_uppercase(),
+            self.summary.gates_ms,
+            self.summary.limits_ms,
+        )
+    }
+}
+
+/// The processor's name where the system says it.
+pub fn machine_name() -> String {
+    let listed = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    let model = listed.lines().find_map(|line| line.strip_prefix("model name")?.split_once(':'));
+    model.map_or(std::env::consts::ARCH.to_owned(), |(_, name)| name.trim().to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::Value;
+
+    fn report() -> Report {
+        let gate = GateReport {
+            gate: "value",
+            status: Status::Pass,
+            cases: 1,
+            launches: 1,
+            compared: 1,
+            worst_share_of_bound: 0.5,
+            worst: String::new(),
+            failure: String::new(),
+            replay: String::new(),
+        };
+        let control =
+            ControlReport { name: "c", gate: "value", status: Status::Red, case: String::new(), text: String::new() };
+        let time = TimeReport {
+            case: String::new(),
+            threads: 1,
+            microseconds: 1.0,
+            bytes: 1,
+            multiply_adds: 1,
+            gigabytes_a_second: 1.0,
+            share_of_read_ceiling: 1.0,
+            giga_multiply_adds_a_second: 1.0,
+        };
+        let kernel = KernelReport {
+            name: "k",
+            formula: "f",
+            gates: vec![gate],
+            controls: vec![control],
+            times: vec![time],
+            milliseconds: 1,
+        };
+        let mut report = Report {
+            schema: SCHEMA,
+            command: "tf-kernel-contract --only dsv41".to_owned(),
+            backend: "cpu",
+            version: "0",
+            machine: Machine { name: String::new(), cores: 1, levels: vec!["scalar".to_owned()] },
+            seeds: vec![1],
+            kernels: vec![kernel],
+            skips: vec![Skip { what: "w".to_owned(), reason: "r".to_owned() }],
+            limit_problems: Vec::new(),
+            complaints: Vec::new(),
+            summary: Summary { gates_ms: 12, limits_ms: 3, ..Summary::default() },
+        };
+        report.count();
+        report
+    }
+
+    #[test]
+    fn the_summary_has_the_written_form() {
+        assert_eq!(
+            report().summary_line(),
+            "kernel contract, tf-kernel-contract --only dsv41 (CPU): SUMMARY 1 kernels: 1 pass gates 1-4, 0 fail, 0 known \
+             findings; 1 controls: 1 red as planted, 0 missed; 0 limit problems; gates 12 ms, limits 3 ms"
+        );
+    }
+
+    #[test]
+    fn anything_wrong_and_anything_missing_fails_the_run() {
+        assert!(report().holds());
+        let cases: &[(&str, fn(&mut Report))] = &[
+            ("a failed gate", |report| report.kernels[0].gates[0].status = Status::Fail),
+            ("a missed control", |report| report.kernels[0].controls[0].status = Status::Missed),
+            ("no controls", |report| report.kernels[0].controls.clear()),
+            ("no kernels", |report| report.kernels.clear()),
+            ("a limit problem", |report| report.limit_problems.push("p".to_owned())),
+            ("a complaint", |report| report.complaints.push("c".to_owned())),
+        ];
+        for (what, change) in cases {
+            let mut report = report();
+            change(&mut report);
+            report.count();
+            assert!(!report.holds(), "{what}");
+        }
+    }
+
+    /// Every field of the report is in the schema and every field of the schema in the report, level by level.
+    fn same_fields(value: &Value, schema: &Value, path: &str) {
+        match value {
+            Value::Object(fields) => {
+                let properties = schema["properties"].as_object().unwrap_or_else(|| panic!("{path} is no object"));
+                let mut listed: Vec<_> = properties.keys().collect();
+                let mut required: Vec<_> = schema["required"].as_array().unwrap().iter().collect();
+                let mut found: Vec<_> = fields.keys().collect();
+                listed.sort();
+                found.sort();
+                required.sort_by_key(|name| name.as_str());
+                assert_eq!(found, listed, "{path}");
+                assert_eq!(required.iter().map(|name| name.as_str().unwrap()).collect::<Vec<_>>(), found, "{path}");
+                for (name, value) in fields {
+                    same_fields(value, &properties[name], &format!("{path}/{name}"));
+                }
+            }
+            Value::Array(items) => {
+                assert_eq!(schema["type"], "array", "{path}");
+                assert!(!items.is_empty() || path.ends_with("problems") || path.ends_with("complaints"), "{path}");
+                items.iter().for_each(|item| same_fields(item, &schema["items"], path));
+            }
+            Value::String(_) => assert_eq!(schema["type"], "string", "{path}"),
+            Value::Number(number) => {
+                let whole = if number.is_f64() { "number" } else { "integer" };
+                assert!(schema["type"] == whole || schema["type"] == "number", "{path}");
+            }
+            Value::Bool(_) => assert_eq!(schema["type"], "boolean", "{path}"),
+            Value::Null => panic!("{path} is null"),
+        }
+    }
+
+    #[test]
+    fn the_published_schema_has_the_fields_of_the_report() {
+        let schema: Value = serde_json::from_str(include_str!("../../../docs/reference/contract.schema.json")).unwrap();
+        same_fields(&serde_json::to_value(report()).unwrap(), &schema, "");
+        assert_eq!(schema["properties"]["schema"]["const"], SCHEMA);
+    }
+}

@@ -1,0 +1,258 @@
+//! The run: chosen kernels, their gates, controls and limits, and the report.
+
+use crate::known::{self, KNOWN, Known};
+use crate::options::Options;
+use crate::probe::{Failure, Planted, Probe, Queues, Tally, check};
+use crate::replay::Replay;
+use crate::report::{
+    ControlReport, GateReport, KernelReport, Machine, Report, SCHEMA, Skip, Status, Summary, machine_name,
+};
+use crate::{controls, limits, timing};
+use std::time::Instant;
+use tf_kernels::contract::{Contract, Gate};
+
+/// Seeds of every run. Gate 1 judges all of them, the others the first.
+pub const SEEDS: &[u64] = &[1, 2, 3];
+/// The name of all kernels of the model.
+pub const ALL: &str = "dsv41";
+
+/// The kernels that `--only` names.
+///
+/// # Errors
+/// When a name is neither a family nor a kernel.
+pub fn choose<'a>(contracts: &'a [Contract], only: &str) -> Result<Vec<&'a Contract>, String> {
+    let mut chosen: Vec<&Contract> = Vec::new();
+    for name in only.split(',').map(str::trim) {
+        let matching: Vec<&Contract> =
+            contracts.iter().filter(|c| name == ALL || c.name == name || c.family() == name).collect();
+        if matching.is_empty() {
+            let mut families: Vec<&str> = contracts.iter().map(Contract::family).collect();
+            families.dedup();
+            return Err(format!(
+                "--only {name}: no such family or kernel. Families: {}; all: {ALL}",
+                families.join(" ")
+            ));
+        }
+        for contract in matching {
+            if !chosen.iter().any(|known| known.name == contract.name) {
+                chosen.push(contract);
+            }
+        }
+    }
+    Ok(chosen)
+}
+
+/// Runs everything over the chosen kernels. `say` gets a line for each kernel.
+pub fn report(
+    contracts: &[&Contract],
+    options: &Options,
+    fresh_seeds: &[u64],
+    known: &[Known],
+    say: &mut dyn FnMut(&str),
+) -> Report {
+    let seeds: Vec<u64> = SEEDS.iter().chain(fresh_seeds).copied().collect();
+    let levels = limits::cpu_levels();
+    let absent = levels.iter().filter(|(_, here)| !here);
+    let mut report = Report {
+        schema: SCHEMA,
+        command: options.command(),
+        backend: "cpu",
+        version: env!("CARGO_PKG_VERSION"),
+        machine: Machine {
+            name: machine_name(),
+            cores: std::thread::available_parallelism().map_or(1, usize::from),
+            levels: levels.iter().filter(|(_, here)| *here).map(|(name, _)| (*name).to_owned()).collect(),
+        },
+        seeds,
+        kernels: Vec::new(),
+        skips: absent
+            .map(|(name, _)| Skip { what: (*name).to_owned(), reason: "this CPU has no such instructions".to_owned() })
+            .collect(),
+        limit_problems: Vec::new(),
+        complaints: Vec::new(),
+        summary: Summary::default(),
+    };
+    let started = Instant::now();
+    let mut queues = Queues::default();
+    let ceiling = options.time.then(|| timing::read_ceiling(report.machine.cores));
+    for contract in contracts {
+        let mut kernel = prove(contract, &report.seeds, known, &mut queues);
+        if let Some(ceiling) = ceiling
+            && kernel.passed()
+        {
+            kernel.times = timing::times(contract, SEEDS[0], report.machine.cores, ceiling);
+        }
+        lines_of(&kernel).iter().for_each(|line| say(line));
+        report.kernels.push(kernel);
+        report.complaints.extend(complaints(contract));
+    }
+    report.complaints.extend(gone(&report.kernels, known));
+    report.summary.gates_ms = started.elapsed().as_millis() as u64;
+    let started = Instant::now();
+    report.limit_problems = contracts.iter().flat_map(|contract| limits::launcher_problems(contract)).collect();
+    report.summary.limits_ms = started.elapsed().as_millis() as u64;
+    report.count();
+    report
+}
+
+/// What is wrong with a record before it runs.
+fn complaints(contract: &Contract) -> Vec<String> {
+    let mut complaints = controls::complaints(contract);
+    if contract.cases.is_empty() {
+        complaints.push(format!("{} has no case", contract.name));
+    }
+    complaints
+}
+
+/// Known findings whose defect no longer shows although its kernel ran.
+fn gone(kernels: &[KernelReport], known: &[Known]) -> Vec<String> {
+    let shows = |known: &Known| {
+        let gates = kernels.iter().filter(|kernel| kernel.name == known.kernel).flat_map(|kernel| &kernel.gates);
+        gates.filter(|gate| gate.gate == known.gate.name()).all(|gate| gate.status != Status::Pass)
+    };
+    known
+        .iter()
+        .filter(|known| !shows(known))
+        .map(|known| format!("known finding {} no longer shows: remove it", known.id))
+        .collect()
+}
+
+/// All gates over all cases, then all controls.
+fn prove(contract: &Contract, seeds: &[u64], known: &[Known], queues: &mut Queues) -> KernelReport {
+    let started = Instant::now();
+    let gates = Gate::ALL.map(|gate| {
+        let seeds = if gate == Gate::Value { seeds } else { &seeds[..1] };
+        gate_over_cases(contract, gate, seeds, known, queues)
+    });
+    let mut controls = Vec::new();
+    for control in contract.all_controls() {
+        let (status, case, text) = match controls::run(contract, control, seeds[0], queues) {
+            controls::Verdict::Red { case, text } => (Status::Red, case, text),
+            controls::Verdict::Missed(text) => (Status::Missed, "", text),
+            controls::Verdict::Skipped(text) => (Status::Skipped, "", text),
+        };
+        let (name, gate, case) = (control.name, control.gate.name(), case.to_owned());
+        controls.push(ControlReport { name, gate, status, case, text });
+    }
+    KernelReport {
+        name: contract.name,
+        formula: contract.formula,
+        gates: gates.to_vec(),
+        controls,
+        times: Vec::new(),
+        milliseconds: started.elapsed().as_millis() as u64,
+    }
+}
+
+fn gate_over_cases(contract: &Contract, gate: Gate, seeds: &[u64], known: &[Known], queues: &mut Queues) -> GateReport {
+    let mut report = GateReport {
+        gate: gate.name(),
+        status: Status::Pass,
+        cases: 0,
+        launches: 0,
+        compared: 0,
+        worst_share_of_bound: 0.0,
+        worst: String::new(),
+        failure: String::new(),
+        replay: String::new(),
+    };
+    let mut total = Tally::default();
+    for case in contract.cases {
+        for &seed in seeds {
+            let world = (contract.make)(case, seed);
+            let mut probe =
+                Probe { world: &*world, queues, planted: Planted::NONE, row_count: case.rows, tally: Tally::default() };
+            let result = check(gate, &mut probe);
+            total.add(&probe.tally);
+            report.cases += 1;
+            if let Err(failure) = result {
+                let accepted = known::find(known, contract.name, gate, case.name).is_some();
+                if accepted && report.status == Status::Pass {
+                    report.status = Status::KnownFinding;
+                } else if !accepted && report.status != Status::Fail {
+                    report.status = Status::Fail;
+                    report.failure = format!("case {}, seed {seed}: {}", case.name, failure.text());
+                    report.replay = Replay::new(contract, case, gate, seed, None).command();
+                }
+            }
+        }
+    }
+    if report.cases == 0 {
+        report.status = Status::Fail;
+        report.failure = "the kernel has no case".to_owned();
+    }
+    report.launches = total.launches;
+    report.compared = total.compared;
+    report.worst_share_of_bound = total.worst;
+    report.worst = total.worst_at;
+    report
+}
+
+/// What the screen shows of a kernel: one line, and more where something is wrong or was timed.
+fn lines_of(kernel: &KernelReport) -> Vec<String> {
+    let failed = kernel.gates.iter().filter(|gate| gate.status == Status::Fail);
+    let missed: Vec<_> = kernel.controls.iter().filter(|control| control.status == Status::Missed).collect();
+    let launches: usize = kernel.gates.iter().map(|gate| gate.launches).sum();
+    let red = kernel.controls.iter().filter(|control| control.status == Status::Red).count();
+    let worst = kernel.gates[0].worst_share_of_bound;
+    let word = if kernel.failed() || !missed.is_empty() { "FAIL" } else { "pass" };
+    let mut lines = vec![format!(
+        "{word}  {:<22} {launches:>6} launches, worst element at {:>4.1} % of its bound, {red} of {} controls red, {} ms",
+        kernel.name,
+        100.0 * worst,
+        kernel.controls.len(),
+        kernel.milliseconds
+    )];
+    for gate in failed {
+        lines.push(format!("      gate {}: {}\n      {}", gate.gate, gate.failure, gate.replay));
+    }
+    lines.extend(
+        missed
+            .iter()
+            .map(|control| format!("      missed: {} (gate {}): {}", control.name, control.gate, control.text)),
+    );
+    for time in &kernel.times {
+        lines.push(format!(
+            "      {:<18} {:>10.1} us  {:>7.2} GB/s ({:>5.1} % of the read rate)  {:>7.2} G multiply-adds/s",
+            time.case,
+            time.microseconds,
+            time.gigabytes_a_second,
+            100.0 * time.share_of_read_ceiling,
+            time.giga_multiply_adds_a_second
+        ));
+    }
+    lines
+}
+
+/// Runs one case alone.
+///
+/// # Errors
+/// The failure's text, or which part of the name is unknown.
+pub fn replay(contracts: &[Contract], replay: &Replay) -> Result<Tally, String> {
+    let contract = contracts.iter().find(|contract| contract.name == replay.kernel);
+    let contract = contract.ok_or_else(|| format!("no kernel is called {}", replay.kernel))?;
+    let case = contract.cases.iter().find(|case| case.name == replay.case);
+    let case = case.ok_or_else(|| format!("{} has no case called {}", contract.name, replay.case))?;
+    let planted = match &replay.control {
+        None => Planted::NONE,
+        Some(name) => {
+            let control = contract.all_controls().find(|control| control.name == name);
+            let control = control.ok_or_else(|| format!("{} has no control called {name}", contract.name))?;
+            Planted::of(control).ok_or_else(|| format!("{name} edits a source, which runs on its own backend"))?
+        }
+    };
+    let world = (contract.make)(case, replay.seed);
+    let mut queues = Queues::default();
+    let mut probe =
+        Probe { world: &*world, queues: &mut queues, planted, row_count: case.rows, tally: Tally::default() };
+    check(replay.gate, &mut probe).map_err(|failure| match failure {
+        Failure::Red(text) => format!("red: {text}"),
+        Failure::Broken(text) => format!("broken: {text}"),
+    })?;
+    Ok(probe.tally)
+}
+
+/// The known findings of this build.
+pub fn known_findings() -> &'static [Known] {
+    KNOWN
+}

@@ -1,0 +1,373 @@
+//! What must hold of the attention over window, selection and draft block.
+
+use super::{Args, Compressed, Shape, Span as Keys, launch, reference, scratch_floats};
+use crate::contract::*;
+use crate::numerics_policy::Numerics;
+use crate::reference_formats::{bf16, e2m1_decode, e4m3_decode, e8m0_decode};
+use crate::rope::reference::{frequencies, rotate as turn};
+use crate::rows::Pages;
+use crate::{kv_compress, kv_store};
+
+pub const CAUSAL: Contract = Contract {
+    name: "attention/causal",
+    formula: "out[h] = RoPE^-1(sum_j bf16(e_j) k_j / (sum_j e_j + exp(sink[h] - M))), e_j = exp(q . k_j / sqrt(head_dim) - M); keys: selected entries, then the window",
+    shapes: "q, out [rows, heads, head_dim] f32; window records and compressed records as kv_store and kv_compress; sinks [heads] f32",
+    order: "a dot product is one fused chain over the columns; the sums one chain over the keys: entries ascending, window ascending, sink last",
+    bound: "scores: head_dim + 4 roundings of the absolute products; exp 2.2 U and the score's radius; keys + 4 roundings of the sums; bf16 of q, e, o and out as intervals",
+    cases: &[
+        Case {
+            name: "wide",
+            rows: 128,
+            sizes: &[("heads", 8), ("head_dim", 64), ("rope_dim", 16), ("window", 12), ("selected", 6)],
+        },
+        Case {
+            name: "two head blocks",
+            rows: 17,
+            sizes: &[("heads", 20), ("head_dim", 96), ("rope_dim", 32), ("window", 21), ("selected", 9)],
+        },
+        Case {
+            name: "window only",
+            rows: 33,
+            sizes: &[("heads", 3), ("head_dim", 32), ("rope_dim", 32), ("window", 8), ("selected", 0)],
+        },
+    ],
+    make,
+    limits: &[],
+    controls: CONTROLS,
+    standard: STANDARD_CONTROLS,
+};
+
+pub const BLOCK: Contract = Contract {
+    name: "attention/block",
+    formula: "as causal, every row of a draft block over the window before the block, then all rows of the block in both directions",
+    shapes: "as causal; a window is one draft block",
+    cases: &[
+        Case {
+            name: "blocks of five",
+            rows: 16,
+            sizes: &[("heads", 8), ("head_dim", 64), ("rope_dim", 16), ("window", 12), ("block", 5)],
+        },
+        Case {
+            name: "blocks of eight",
+            rows: 9,
+            sizes: &[("heads", 5), ("head_dim", 32), ("rope_dim", 16), ("window", 7), ("block", 8)],
+        },
+    ],
+    controls: &[
+        CONTROLS[0].copy(),
+        CONTROLS[1].copy(),
+        CONTROLS[2].copy(),
+        CONTROLS[3].copy(),
+        CONTROLS[4].copy(),
+        Control::value("sees only the block's rows up to its own"),
+    ],
+    ..CAUSAL
+};
+
+const CONTROLS: &[Control] = &[
+    Control::value("leaves the sink out"),
+    Control::value("turns by another base"),
+    Control::value("reads a stale slot of the ring"),
+    Control::value("scales the scores twice"),
+    Control::value("takes the window one key short"),
+    Control::value("drops the last selected entry"),
+    Control::geometry("reads the ring of the first slot"),
+];
+
+const BASE: f64 = 1e4;
+const ENTRIES_PER_PAGE: usize = 8;
+const RATIO: usize = 2;
+
+/// Sequences of stored keys, and rows (or whole draft blocks) that attend over them. A world's row is one causal row, or one
+/// draft block.
+struct Attention {
+    shape: Shape,
+    /// Rows of a world's row: 1, or those of a block.
+    block: usize,
+    /// Positions of each sequence, entries included.
+    length: usize,
+    /// `[sequences, length]` window records, `[sequences, length / RATIO]` compressed records.
+    records: Vec<u8>,
+    entries: Vec<u8>,
+    q: Vec<f32>,
+    sinks: Vec<f32>,
+    frequencies: Vec<f32>,
+    /// `[rows]`: sequence, position of the first row, selected entries.
+    rows: Vec<(usize, u32, Vec<u32>)>,
+}
+
+fn make(case: &Case, seed: u64) -> Box<dyn World> {
+    let mut values = Values::new(seed);
+    let (heads, head_dim, window) = (case.size("heads"), case.size("head_dim"), case.size("window"));
+    let (block, selected) = (case.size("block").max(1), case.size("selected"));
+    let (sequences, length) = (case.rows.div_ceil(16), 48 + block);
+    let mut records = Vec::new();
+    for _ in 0..sequences * length {
+        records.extend(values.e4m3(head_dim));
+        records.extend(values.e8m0(head_dim / 32, -8));
+    }
+    let mut entries = Vec::new();
+    for _ in 0..sequences * (length / RATIO) {
+        entries.extend(values.bytes(head_dim / 2));
+        // E4M3 scales from 2^-3 on, positive.
+        entries.extend((0..head_dim / 16).map(|_| 0x20 + values.below(24) as u8));
+    }
+    let row = |row: usize| {
+        // Consecutive rows of a sequence, from its start or from its middle; blocks stand alone.
+        let (sequence, place) = (row / 16, row % 16);
+        let position = if block > 1 {
+            1 + (row * 11 % 40)
+        } else if sequence % 2 == 0 {
+            place
+        } else {
+            30 + place
+        };
+        let visible = (position + 1) / RATIO;
+        let mut chosen = values.distinct(selected.min(visible), visible.max(1));
+        chosen.sort_unstable();
+        (sequence, position as u32, chosen)
+    };
+    let rows = (0..case.rows).map(row).collect();
+    let shape = Shape {
+        heads,
+        head_dim,
+        window,
+        ring_len: window + block + 2,
+        selected_max: selected,
+        block_rows: if block > 1 { block } else { 0 },
+    };
+    Box::new(Attention {
+        shape,
+        block,
+        length,
+        records,
+        entries,
+        q: values.bf16(case.rows * block * heads * head_dim, 3.0),
+        sinks: values.floats(heads, 2.0),
+        frequencies: frequencies(BASE, case.size("rope_dim"), None),
+        rows,
+    })
+}
+
+impl Attention {
+    fn record(&self, sequence: usize, position: usize) -> &[u8] {
+        let bytes = kv_store::record_bytes(self.shape.head_dim);
+        &self.records[(sequence * self.length + position) * bytes..][..bytes]
+    }
+
+    fn key(&self, sequence: usize, position: usize) -> Vec<f64> {
+        let (codes, scales) = self.record(sequence, position).split_at(self.shape.head_dim);
+        codes.iter().enumerate().map(|(c, code)| e4m3_decode(*code) * e8m0_decode(scales[c / 32])).collect()
+    }
+
+    fn entry(&self, sequence: usize, entry: usize) -> Vec<f64> {
+        let head_dim = self.shape.head_dim;
+        let bytes = kv_compress::record_bytes(head_dim);
+        let record = &self.entries[(sequence * (self.length / RATIO) + entry) * bytes..][..bytes];
+        let (codes, scales) = record.split_at(head_dim / 2);
+        let code =
+            |c: usize| if c % 32 < 16 { codes[c / 32 * 16 + c % 16] & 15 } else { codes[c / 32 * 16 + c % 16] >> 4 };
+        (0..head_dim).map(|c| e2m1_decode(code(c)) * e4m3_decode(scales[c / 16])).collect()
+    }
+
+    /// The keys of one row in the canonical order.
+    fn keys(&self, row: usize, position: usize) -> Vec<Vec<f64>> {
+        let (sequence, first, ref chosen) = self.rows[row];
+        let mut keys: Vec<Vec<f64>> = chosen.iter().map(|&entry| self.entry(sequence, entry as usize)).collect();
+        let first = first as usize;
+        let range = if self.block > 1 {
+            first.saturating_sub(self.shape.window)..first + self.block
+        } else {
+            (position + 1).saturating_sub(self.shape.window)..position + 1
+        };
+        keys.extend(range.map(|position| self.key(sequence, position)));
+        keys
+    }
+
+    /// The interval of one head's output before it is turned back.
+    fn head_spans(&self, query: &[Span], keys: &[Vec<f64>], sink: f64) -> Vec<Span> {
+        let head_dim = query.len();
+        let scale = 1.0 / (head_dim as f64).sqrt();
+        let roundings = head_dim as f64 + 4.0;
+        let scores: Vec<Span> = keys.iter().map(|key| dot_span(query, key, roundings).scaled(scale)).collect();
+        let most = |end: fn(&Span) -> f64| scores.iter().map(end).fold(f64::NEG_INFINITY, f64::max);
+        let max = Span { low: most(|span| span.low), high: most(|span| span.high) };
+        let exp = |score: Span| {
+            let apart = Span { low: score.low - max.high, high: score.high - max.low }.rounded(1.0);
+            let e = apart.map(f64::exp).rounded(2.3);
+            Span { low: e.low.max(0.0), high: e.high }
+        };
+        let e: Vec<Span> = scores.iter().map(|score| exp(*score)).collect();
+        let sums = keys.len() as f64 + 4.0;
+        let total = e.iter().fold(Span::exact(0.0), |sum, e| sum.plus(*e)).plus(exp(Span::exact(sink))).rounded(sums);
+        let weights: Vec<Span> = e.iter().map(|e| e.bf16()).collect();
+        let column = |c: usize| {
+            let values: Vec<f64> = keys.iter().map(|key| key[c]).collect();
+            let sum = dot_span(&weights, &values, sums);
+            sum.times(Span { low: 1.0 / total.high, high: 1.0 / total.low }).rounded(1.0).bf16()
+        };
+        (0..head_dim).map(column).collect()
+    }
+}
+
+impl World for Attention {
+    fn launch(&self, stage: &mut Stage<'_>, picks: &[Pick], fault: Fault) -> Result<(), String> {
+        let (shape, block) = (self.shape, self.block);
+        let bytes = kv_store::record_bytes(shape.head_dim);
+        let entry_bytes = kv_compress::record_bytes(shape.head_dim);
+        // A block is one window of `block` rows; causal rows share a window where they follow each other.
+        let seats = Seats::windows_of(picks, |row| (self.rows[row].0, self.rows[row].1), block == 1);
+        let mut windows = seats.windows.clone();
+        let mut rows = seats.rows.clone();
+        if block > 1 {
+            rows = seats
+                .rows
+                .iter()
+                .flat_map(|row| (0..block).map(|i| crate::rows::RowInfo { position: row.position + i as u32, ..*row }))
+                .collect();
+            windows.iter_mut().for_each(|window| window.row_count = block as u32);
+        }
+        // A late layer makes more keys than it has queries: some windows begin before their first query row.
+        let mut records = Vec::new();
+        for (index, window) in windows.iter_mut().enumerate() {
+            let sequence = seats.sequences[index];
+            let lead = if block == 1 && sequence.is_some() { (picks.len() as u32 + index as u32) % 3 } else { 0 };
+            window.start -= lead.min(window.start);
+            window.row_count += seats.windows[index].start - window.start;
+            window.first_row = (records.len() / bytes) as u32;
+            for position in window.start..window.start + window.row_count {
+                match sequence {
+                    Some(sequence) => records.extend(self.record(sequence, position as usize)),
+                    None => records.extend(vec![0x7f + (position % 2) as u8; bytes]),
+                }
+            }
+        }
+        let mut ring = vec![0x7f; seats.slots * shape.ring_len * bytes];
+        for (window, sequence) in windows.iter().zip(&seats.sequences) {
+            let Some(sequence) = sequence else { continue };
+            for position in (window.start as usize).saturating_sub(shape.window)..window.start as usize {
+                let stale = if fault.is("reads a stale slot of the ring") && position > 0 { 1 } else { 0 };
+                let place = window.slot as usize * shape.ring_len + position % shape.ring_len;
+                ring[place * bytes..][..bytes].copy_from_slice(self.record(*sequence, position - stale));
+            }
+        }
+        if fault.is("reads the ring of the first slot") {
+            let slot = windows[0].slot as usize * shape.ring_len * bytes;
+            let first = ring[slot..][..shape.ring_len * bytes].to_vec();
+            ring.chunks_mut(first.len()).for_each(|ring| ring.copy_from_slice(&first));
+        }
+        let mut selected = vec![0u32; rows.len() * shape.selected_max];
+        let mut counts = vec![0u32; rows.len()];
+        let per_slot = (self.length / RATIO).div_ceil(ENTRIES_PER_PAGE);
+        let sequences = self.records.len() / bytes / self.length;
+        // The page behind the sequences' own belongs to poison rows.
+        let mut cache = vec![0x7f; (sequences * per_slot + 1) * ENTRIES_PER_PAGE * entry_bytes];
+        for sequence in 0..sequences {
+            let count = self.length / RATIO;
+            let own = &self.entries[sequence * count * entry_bytes..][..count * entry_bytes];
+            cache[sequence * per_slot * ENTRIES_PER_PAGE * entry_bytes..][..own.len()].copy_from_slice(own);
+        }
+        let mut table = vec![(sequences * per_slot) as u32; seats.slots * per_slot];
+        for (window, sequence) in seats.windows.iter().zip(&seats.sequences) {
+            let Some(sequence) = sequence else { continue };
+            let slot = &mut table[window.slot as usize * per_slot..][..per_slot];
+            slot.iter_mut().enumerate().for_each(|(page, place)| *place = (sequence * per_slot + page) as u32);
+        }
+        for (place, pick) in picks.iter().enumerate().filter(|_| shape.selected_max > 0) {
+            let chosen: &[u32] = pick.row().map_or(&[0], |row| &self.rows[row].2);
+            let count = chosen.len() - usize::from(fault.is("drops the last selected entry")).min(chosen.len());
+            selected[place * shape.selected_max..][..count].copy_from_slice(&chosen[..count]);
+            counts[place] = count as u32;
+        }
+        let mut turning = self.frequencies.clone();
+        if fault.is("turns by another base") {
+            turning = frequencies(1.6e5, 2 * turning.len(), None);
+        }
+        let mut queries = gather(picks, &self.q, block * shape.heads * shape.head_dim);
+        if fault.is("scales the scores twice") {
+            let scale = 1.0 / (shape.head_dim as f32).sqrt();
+            queries.iter_mut().for_each(|q| *q = bf16(f64::from(*q * scale)) as f32);
+        }
+        let mut sinks = self.sinks.clone();
+        if fault.is("leaves the sink out") {
+            sinks.fill(-1e30);
+        }
+        let mut launched = shape;
+        if fault.is("takes the window one key short") {
+            launched.window -= 1;
+        }
+        if fault.is("sees only the block's rows up to its own") {
+            launched.block_rows = 0;
+        }
+        let causal = block == 1 || launched.block_rows != shape.block_rows;
+        let span = if causal { Keys::Causal } else { Keys::Block };
+        let (q, sinks) = (stage.rows_in("q", &queries), stage.input("sinks", &sinks));
+        let (records, ring) = (stage.rows_in("records", &records), stage.input("ring", &ring));
+        let (selected, counts) = (stage.rows_in("selected", &selected), stage.rows_in("counts", &counts));
+        let cache = stage.input("cache", &cache);
+        let mut scratch = stage.poisoned::<f32>("scratch", scratch_floats(launched, stage.threads()));
+        let width = shape.heads * shape.head_dim;
+        let mut out = stage.output::<f32>("out", rows.len() * width);
+        let compressed = (shape.selected_max > 0).then_some(Compressed {
+            cache: &cache.buffer,
+            pages: Pages { table: &table, pages_per_slot: per_slot, entries_per_page: ENTRIES_PER_PAGE },
+            selected: &selected.buffer,
+            counts: &counts.buffer,
+        });
+        let args = Args {
+            shape: launched,
+            span,
+            q: &q.buffer,
+            rows: &rows,
+            windows: &windows,
+            records: &records.buffer,
+            ring: &ring.buffer,
+            compressed,
+            sinks: &sinks.buffer,
+            frequencies: &turning,
+            scratch: &mut scratch.buffer,
+            out: &mut out.buffer,
+        };
+        stage.run(|queue| launch(queue, args))?;
+        for input in [q, sinks, records, ring, selected, counts, cache] {
+            stage.read(input);
+        }
+        stage.discard(scratch);
+        stage.rows::<f32>(out, block * width);
+        Ok(())
+    }
+
+    fn expected(&self, row: usize) -> Vec<Expected> {
+        let Shape { heads, head_dim, .. } = self.shape;
+        let release = Numerics::Release;
+        let mut expected = Vec::new();
+        for i in 0..self.block {
+            let position = self.rows[row].1 + i as u32;
+            let keys = self.keys(row, position as usize);
+            let views: Vec<&[f64]> = keys.iter().map(Vec::as_slice).collect();
+            let q = wide(&self.q[(row * self.block + i) * heads * head_dim..][..heads * head_dim]);
+            let (mut turned, mut spans) = (q.clone(), Span::all(&q));
+            for head in 0..heads {
+                let at = head * head_dim..(head + 1) * head_dim;
+                turn(&mut turned[at.clone()], position, &self.frequencies, release);
+                rotate(&mut spans[at], position, &self.frequencies, true);
+            }
+            let sinks = wide(&self.sinks);
+            let values = reference::attention(&turned, &views, &sinks, position, &self.frequencies, release);
+            for head in 0..heads {
+                let at = head * head_dim..(head + 1) * head_dim;
+                let mut out = self.head_spans(&spans[at.clone()], &keys, sinks[head]);
+                rotate(&mut out, position, &self.frequencies, false);
+                expected.extend(Expected::zip(&values[at], &out));
+            }
+        }
+        expected
+    }
+
+    fn work(&self) -> Work {
+        let keys: usize =
+            self.rows.iter().map(|row| row.2.len() + self.shape.window + self.block).sum::<usize>() * self.block;
+        let width = self.shape.heads * self.shape.head_dim;
+        Work { bytes: self.q.len() * 8 + keys * self.shape.head_dim, multiply_adds: 2 * keys * width }
+    }
+}

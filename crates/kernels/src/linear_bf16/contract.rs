@@ -1,0 +1,25 @@
+//! What must hold of the linears with unquantised weights; the world is [`crate::linear::contract`]'s.
+
+use crate::contract::*;
+use crate::linear::contract::{BOUND, CASES, CONTROLS, Format, ORDER, make};
+
+pub const LINEAR_BF16: Contract = Contract {
+    name: "linear_bf16",
+    formula: "out = x @ W^T, W in bf16; then nothing, bf16, or bf16 and QDQ8",
+    shapes: "x [rows, columns] f32; W [outputs, columns] bf16; out [rows, outputs] f32; several W a launch",
+    order: ORDER,
+    bound: BOUND,
+    cases: CASES,
+    make: |case, seed| make(case, seed, Format::Bf16),
+    limits: &[],
+    controls: CONTROLS,
+    standard: STANDARD_CONTROLS,
+};
+
+pub const LINEAR_F32: Contract = Contract {
+    name: "linear_bf16/f32",
+    formula: "out = x @ W^T, W in float32; then nothing, bf16, or bf16 and QDQ8",
+    shapes: "x [rows, columns] f32; W [outputs, columns] f32; out [rows, outputs] f32; several W a launch",
+    make: |case, seed| make(case, seed, Format::F32),
+    ..LINEAR_BF16
+};

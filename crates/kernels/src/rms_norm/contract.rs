@@ -1,0 +1,113 @@
+//! What must hold of `rms_norm`, and the interval of a normalised row that other families build on.
+
+use super::{Args, launch, reference};
+use crate::contract::*;
+use crate::numerics_policy::Numerics;
+
+pub const RMS_NORM: Contract = Contract {
+    name: "rms_norm",
+    formula: "normed = bf16(weight * (x * f)), f = 1 / sqrt(mean(x^2) + eps); quantised = QDQ8(normed)",
+    shapes: "x, normed, quantised [rows, columns] f32; weight [columns] f32",
+    order: "sum of squares: 16 lanes, 4 accumulators, fused; lanes fold by halves",
+    bound: "relative error of f: half of (columns / 64 + 7) U of the sum, and 3.5 U; two products; then bf16 and E4M3 are monotone",
+    cases: &[
+        Case { name: "wide", rows: 128, sizes: &[("columns", 1024)] },
+        Case { name: "narrow", rows: 17, sizes: &[("columns", 64)] },
+        Case { name: "odd chunks", rows: 9, sizes: &[("columns", 96)] },
+        Case { name: "release hidden", rows: 3, sizes: &[("columns", 5120)] },
+    ],
+    make,
+    limits: &[Limit { what: "columns, a multiple of 32 when quantised", most: 96, accepts, beyond: 112 }],
+    controls: &[
+        Control::value("eps in bf16"),
+        Control::value("leaves the last column out of the sum"),
+        Control::value("takes the weight of the column before"),
+    ],
+    standard: STANDARD_CONTROLS,
+};
+
+const EPS: f32 = 1e-6;
+
+/// Interval of a normalised row of inputs known to intervals.
+pub(crate) fn norm_spans(x: &[Span], weight: &[f64], eps: f64) -> Vec<Span> {
+    let columns = x.len() as f64;
+    let mean = |square: fn(&Span) -> f64| x.iter().map(square).sum::<f64>() / columns + eps;
+    let (least, most) = (mean(|span| span.smallest().powi(2)), mean(|span| span.largest().powi(2)));
+    let factor = Span { low: 1.0 / most.sqrt(), high: 1.0 / least.sqrt() };
+    let relative = sum_error(x.len()) / 2.0 + 3.5 * U;
+    let factor = factor.widened(factor.high * relative * 1.001);
+    x.iter().zip(weight).map(|(x, weight)| x.times(factor).rounded(1.0).scaled(*weight).rounded(1.0).bf16()).collect()
+}
+
+struct Norm {
+    columns: usize,
+    x: Vec<f32>,
+    weight: Vec<f32>,
+}
+
+fn make(case: &Case, seed: u64) -> Box<dyn World> {
+    let mut values = Values::new(seed);
+    let columns = case.size("columns");
+    // A third of the rows is so small that eps matters.
+    let x = (0..case.rows).flat_map(|row| values.bf16(columns, [2e-3, 1.0, 40.0][row % 3])).collect();
+    Box::new(Norm { columns, x, weight: values.bf16(columns, 2.0) })
+}
+
+impl World for Norm {
+    fn launch(&self, stage: &mut Stage<'_>, picks: &[Pick], fault: Fault) -> Result<(), String> {
+        let columns = self.columns;
+        let mut rows = gather(picks, &self.x, columns);
+        let mut weights = self.weight.clone();
+        let mut eps = EPS;
+        if fault.is("eps in bf16") {
+            eps = crate::reference_formats::bf16(f64::from(eps)) as f32;
+        }
+        if fault.is("takes the weight of the column before") {
+            weights.rotate_right(1);
+        }
+        if fault.is("leaves the last column out of the sum") {
+            rows.chunks_mut(columns).for_each(|row| row[columns - 1] = 0.0);
+        }
+        let (x, weight) = (stage.rows_in("x", &rows), stage.input("weight", &weights));
+        let mut normed = stage.output::<f32>("normed", rows.len());
+        let mut quantised = stage.output::<f32>("quantised", rows.len());
+        let args = Args {
+            x: &x.buffer,
+            weight: &weight.buffer,
+            rows: picks.len(),
+            columns,
+            eps,
+            normed: Some(&mut normed.buffer),
+            quantised: Some(&mut quantised.buffer),
+        };
+        stage.run(|queue| launch(queue, args))?;
+        stage.read(x);
+        stage.read(weight);
+        stage.rows::<f32>(normed, columns);
+        stage.rows::<f32>(quantised, columns);
+        Ok(())
+    }
+
+    fn expected(&self, row: usize) -> Vec<Expected> {
+        let x = wide(&self.x[row * self.columns..][..self.columns]);
+        let weight = wide(&self.weight);
+        let mut values = reference::rms_norm(&x, &weight, f64::from(EPS), Numerics::Release);
+        let mut spans = norm_spans(&Span::all(&x), &weight, f64::from(EPS));
+        values.extend(Numerics::Release.qdq8(&values, self.columns));
+        spans.extend(qdq_e4m3(&spans));
+        Expected::zip(&values, &spans)
+    }
+
+    fn work(&self) -> Work {
+        Work { bytes: self.x.len() * 12, multiply_adds: self.x.len() * 3 }
+    }
+}
+
+fn accepts(columns: usize) -> bool {
+    use tf_device::{Buffer, Device, Queue};
+    let buffer = || Buffer::zeroed_of::<f32>(&Device::cpu(), columns).expect("a row fits into memory");
+    let (x, weight, mut out) = (buffer(), buffer(), buffer());
+    let mut queue = Queue::cpu(1, tf_numerics::lanes::Level::Scalar);
+    let args = Args { x: &x, weight: &weight, rows: 1, columns, eps: EPS, normed: None, quantised: Some(&mut out) };
+    launch(&mut queue, args).is_ok()
+}

@@ -1,0 +1,250 @@
+//! What must hold of the draw.
+
+use super::reference::{self, Filters};
+use super::{Args, Draw, History, Scratch, Settings, launch};
+use crate::contract::*;
+use tf_numerics::draw::bits;
+
+pub const SAMPLE: Contract = Contract {
+    name: "sample",
+    formula: "the largest logit / temperature + noise(seed, position, id) of the tokens that bias, penalties, masks, top-k, top-p and min-p leave; log-probabilities of the raw row",
+    shapes: "logits [rows, vocabulary] f32; a token, its log-probability, the next token's and the likeliest three of each row",
+    order: "weights are integers, so that their sums have no order; candidates by value descending, id ascending",
+    bound: "tokens exact where the definition's choice hangs on more than 1e-3 or on a tie; log-probabilities 4 U of both terms, 6 U and vocabulary 2^-40",
+    cases: &[
+        Case { name: "wide", rows: 128, sizes: &[("vocabulary", 301)] },
+        Case { name: "large vocabulary", rows: 6, sizes: &[("vocabulary", 5000)] },
+    ],
+    make,
+    limits: &[],
+    controls: &[
+        Control::value("takes the position before"),
+        Control::value("takes the seed of another choice"),
+        Control::value("ties go to the larger id"),
+        Control::value("leaves top-k out"),
+        Control::value("leaves the mask out"),
+        Control::value("divides by the temperature twice"),
+        Control::geometry("takes the seed of the first row"),
+    ],
+    standard: HOST_CONTROLS,
+};
+
+/// How a row draws, by its index.
+const KINDS: usize = 8;
+const TOP: u32 = 3;
+const BIAS: &[(u32, f32)] = &[(3, 2.5), (7, -4.0)];
+const PROMPT: &[u32] = &[2, 5, 9, 11];
+const REPLY: &[u32] = &[5, 8, 8, 20];
+
+struct Rows {
+    vocabulary: usize,
+    logits: Vec<f32>,
+    seeds: Vec<u64>,
+    mask: Vec<u32>,
+}
+
+fn settings_of(kind: usize, seed: u64) -> Settings<'static> {
+    let plain = Settings { temperature: 0.7, seed, ..Settings::GREEDY };
+    match kind {
+        0 => Settings::GREEDY,
+        1 => plain,
+        2 => Settings { top_k: 4, ..plain },
+        3 => Settings { top_p: 0.8, temperature: 1.3, ..plain },
+        4 => Settings { min_p: 0.3, ..plain },
+        5 => Settings { frequency_penalty: 0.5, presence_penalty: 0.25, repetition_penalty: 1.2, ..plain },
+        6 => Settings { logit_bias: BIAS, ..plain },
+        _ => Settings { top_k: 30, top_p: 0.95, ..plain },
+    }
+}
+
+fn make(case: &Case, seed: u64) -> Box<dyn World> {
+    let mut values = Values::new(seed);
+    let vocabulary = case.size("vocabulary");
+    let mask = (0..vocabulary.div_ceil(32)).map(|_| values.next() | 1).collect();
+    let mut rows = Rows { vocabulary, logits: Vec::new(), seeds: Vec::new(), mask };
+    for row in 0..case.rows {
+        // Rows whose choice hangs on less than a kernel's error are drawn again.
+        for _ in 0..1000 {
+            rows.logits.truncate(row * vocabulary);
+            rows.seeds.truncate(row);
+            rows.logits.extend((0..vocabulary).map(|_| values.unit() * values.unit() * 9.0));
+            if row % KINDS == 0 {
+                // A greedy row with two equal leaders.
+                let own = &mut rows.logits[row * vocabulary..];
+                own[40 + row % 100] = 12.0;
+                own[150 + row % 100] = 12.0;
+            }
+            rows.seeds.push(u64::from(values.next()) << 32 | u64::from(values.next()));
+            if rows.is_clear(row) {
+                break;
+            }
+        }
+    }
+    Box::new(rows)
+}
+
+impl Rows {
+    fn position(row: usize) -> u32 {
+        100 + row as u32 * 3
+    }
+
+    fn is_masked(row: usize) -> bool {
+        row % KINDS == 7 || row % KINDS == 1
+    }
+
+    /// The row's values after bias, penalties and mask.
+    fn values(&self, row: usize) -> Vec<f64> {
+        let settings = settings_of(row % KINDS, self.seeds[row]);
+        let mut values = wide(&self.logits[row * self.vocabulary..][..self.vocabulary]);
+        for &(id, bias) in settings.logit_bias {
+            values[id as usize] += f64::from(bias);
+        }
+        for (id, value) in values.iter_mut().enumerate() {
+            let count = |tokens: &[u32]| tokens.iter().filter(|token| **token as usize == id).count();
+            let repetition = f64::from(settings.repetition_penalty);
+            if repetition != 1.0 && count(PROMPT) + count(REPLY) > 0 {
+                *value = if *value > 0.0 { *value / repetition } else { *value * repetition };
+            }
+            if count(REPLY) > 0 {
+                *value -=
+                    f64::from(settings.frequency_penalty) * count(REPLY) as f64 + f64::from(settings.presence_penalty);
+            }
+            if Rows::is_masked(row) && self.mask[id / 32] >> (id % 32) & 1 == 0 {
+                *value = f64::NEG_INFINITY;
+            }
+        }
+        values
+    }
+
+    fn token(&self, row: usize, nudge: f64) -> u32 {
+        let settings = settings_of(row % KINDS, self.seeds[row]);
+        let filters = Filters {
+            temperature: f64::from(settings.temperature),
+            top_k: settings.top_k as usize,
+            top_p: if settings.top_p < 1.0 { f64::from(settings.top_p) + nudge } else { 1.0 },
+            min_p: f64::from(settings.min_p) * (1.0 + nudge),
+        };
+        // The likeliest may gain a little on the others, and lose a little.
+        let mut values = self.values(row);
+        for (id, value) in values.iter_mut().enumerate() {
+            *value += nudge * if id % 2 == 0 { 1.0 } else { -1.0 };
+        }
+        let uniform = |id: u32| 1.0 - (f64::from(bits(settings.seed, Rows::position(row), id)) + 0.5) / 4_294_967_296.0;
+        reference::draw(&values, filters, uniform).expect("some token stays")
+    }
+
+    fn is_clear(&self, row: usize) -> bool {
+        let token = self.token(row, 0.0);
+        row % KINDS == 0 || [1e-3, -1e-3].iter().all(|nudge| self.token(row, *nudge) == token)
+    }
+}
+
+impl World for Rows {
+    fn launch(&self, stage: &mut Stage<'_>, picks: &[Pick], fault: Fault) -> Result<(), String> {
+        let vocabulary = self.vocabulary;
+        let logits = stage.rows_in("logits", &gather(picks, &self.logits, vocabulary));
+        let first = self.seeds[row_of(picks[0])];
+        let settings: Vec<Settings<'_>> = picks
+            .iter()
+            .map(|pick| {
+                let row = row_of(*pick);
+                let mut settings = settings_of(row % KINDS, self.seeds[row]);
+                if fault.is("takes the seed of another choice") {
+                    settings.seed ^= 1;
+                }
+                if fault.is("takes the seed of the first row") {
+                    settings.seed = first;
+                }
+                if fault.is("leaves top-k out") {
+                    settings.top_k = 0;
+                }
+                if fault.is("divides by the temperature twice") {
+                    settings.temperature *= settings.temperature;
+                }
+                settings
+            })
+            .collect();
+        let before = u32::from(fault.is("takes the position before"));
+        let draws: Vec<Draw<'_>> = picks
+            .iter()
+            .zip(&settings)
+            .enumerate()
+            .map(|(place, (pick, settings))| {
+                let row = row_of(*pick);
+                let masked = Rows::is_masked(row) && !fault.is("leaves the mask out");
+                Draw {
+                    row: place,
+                    position: Rows::position(row) - before,
+                    reply_count: REPLY.len() as u32,
+                    settings,
+                    history: History { prompt: PROMPT, reply: REPLY, window: &[] },
+                    allowed: masked.then_some(&self.mask[..]),
+                    logprobs: Some(TOP),
+                    next: Some((row % vocabulary) as u32),
+                }
+            })
+            .collect();
+        let (mut outcomes, mut top) = (Vec::new(), Vec::new());
+        let mut scratch = Scratch::default();
+        let args = Args {
+            logits: &logits.buffer,
+            vocab: vocabulary,
+            draws: &draws,
+            outcomes: &mut outcomes,
+            top: &mut top,
+            scratch: &mut scratch,
+        };
+        stage.run(|queue| launch(queue, args))?;
+        for (place, outcome) in outcomes.iter().enumerate() {
+            let row = picks[place].row();
+            let Ok(mut drawn) = *outcome else {
+                if row.is_some() {
+                    return Err(format!("place {place} has no token"));
+                }
+                continue;
+            };
+            if let (Some(row), true) = (row, fault.is("ties go to the larger id")) {
+                let values = self.values(row);
+                let tied = values.iter().rposition(|value| *value == values[drawn.token as usize]);
+                drawn.token = tied.map_or(drawn.token, |id| id as u32);
+            }
+            stage.words(place, [drawn.token, drawn.logprob.to_bits(), drawn.next_logprob.to_bits()]);
+            let listed = &top[drawn.top_start as usize..][..drawn.top_count as usize];
+            stage.words(place, listed.iter().flat_map(|(id, logprob)| [*id, logprob.to_bits()]));
+        }
+        stage.read(logits);
+        Ok(())
+    }
+
+    fn expected(&self, row: usize) -> Vec<Expected> {
+        let logits = wide(&self.logits[row * self.vocabulary..][..self.vocabulary]);
+        let logprobs = reference::log_softmax(&logits);
+        let largest = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let of = |id: u32| {
+            let (value, logit) = (logprobs[id as usize], logits[id as usize]);
+            let log_total = logit - largest - value;
+            let radius = 4.0 * U * ((logit - largest).abs() + log_total.abs()) + 6.0 * U;
+            let tail = self.vocabulary as f64 / (1u64 << 40) as f64;
+            Expected { value, span: Span::around(value, radius + tail) }
+        };
+        let token = self.token(row, 0.0);
+        let mut expected = vec![Expected::exactly(f64::from(token)), of(token), of((row % self.vocabulary) as u32)];
+        for id in reference::ranked(&logits).into_iter().take(TOP as usize) {
+            expected.extend([Expected::exactly(f64::from(id)), of(id)]);
+        }
+        expected
+    }
+
+    fn decode(&self, _row: usize, words: &[u32]) -> Vec<f64> {
+        let float = |word: u32| f64::from(f32::from_bits(word));
+        let mut values = vec![f64::from(words[0]), float(words[1]), float(words[2])];
+        for pair in words[3..].chunks(2) {
+            values.extend([f64::from(pair[0]), float(pair[1])]);
+        }
+        values
+    }
+
+    fn work(&self) -> Work {
+        Work { bytes: self.logits.len() * 4, multiply_adds: self.logits.len() * 12 }
+    }
+}

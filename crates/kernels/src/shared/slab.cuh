@@ -1,0 +1,226 @@
+// The skinny linear that the formats share: weights stream through registers, inputs lie in shared memory.
+//
+// A slab is 16 weight rows, a block 32 columns; a warp computes one slab times one chunk of columns for up to 32 input
+// rows (four tiles of 8). Each output is a chain of tensor-core steps per chunk, ascending, and the chunks are added left
+// to right in float32. The chunk length belongs to the operator. Rows, grid and warps only decide who computes what.
+#pragma once
+#include "tensor.cuh"
+
+// How many chunks, who holds them and where results go. Mirrors the launcher's struct byte for byte.
+struct LinearArgs {
+    const uint4* weights;   // [slabs, blocks, Format::VECTORS, 32 lanes] of 16 bytes
+    const u8* scales;       // [ceil(slabs / 2), blocks] E8M0, or null
+    const u16* x;           // [rows, x_stride] bf16, 16-byte aligned rows
+    void* out;              // [rows, out_stride] float32 or bf16; null where only `best` is wanted
+    float4* partials;       // [slabs, chunks, tiles, 32] where there are several chunks
+    u32* counters;          // [slabs + 1], zero before and after
+    u64* best;              // [rows] zero before and after, or null
+    u32* best_index;        // [rows]: argmax over the weight rows, ties to the lowest
+    int rows, x_stride, out_stride, out_is_bf16;
+    int slabs, blocks;      // of the whole weight
+    int chunk_blocks, chunks;
+    int groups;             // of slabs, each with its own columns of x
+    int phases;             // 1, or how often a chunk's inputs are staged piece by piece (only with one chunk)
+};
+
+// An order of float32 as integers: NaN below all, zeros alike.
+__device__ __forceinline__ u32 order_key(float value) {
+    const u32 bits = __float_as_uint(value + 0.0f);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0;
+    return bits >> 31 ? ~bits : bits | 0x80000000u;
+}
+
+__device__ __forceinline__ u64 best_of(u64 a, u64 b) { return a > b ? a : b; }
+
+// Columns [from, from + 32 * count) of every row into shared memory as the tensor core wants them: block, row (tiles * 8,
+// the rest zero), quarter t, 16 bytes = columns 4t..4t+3 of both k16 groups.
+__device__ __forceinline__ void stage_inputs(
+    const LinearArgs& args, char* staged, int from, int count, int tiles) {
+    const int row_count = tiles * 8, quads = count * 4;
+    for (int i = threadIdx.x; i < row_count * quads; i += blockDim.x) {
+        const int row = i / quads, quad = i % quads, block = quad / 4, part = quad % 4;
+        uint4 v = make_uint4(0, 0, 0, 0);
+        if (row < args.rows) v = *(const uint4*)(args.x + (size_t)row * args.x_stride + from + quad * 8);
+        char* to = staged + (size_t)(block * row_count + row) * 64 + (part & 1) * 32 + (part >> 1) * 8;
+        *(uint2*)to = make_uint2(v.x, v.y);
+        *(uint2*)(to + 16) = make_uint2(v.z, v.w);
+    }
+}
+
+// DEPTH: blocks that a warp has in flight. WHOLE: every chunk is a multiple of DEPTH blocks.
+template <class Format, int DEPTH, bool WHOLE>
+__device__ __forceinline__ void slab_linear(const LinearArgs& args) {
+    extern __shared__ __align__(128) char shared_bytes[];
+    constexpr int VECTORS = Format::VECTORS;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    const int tiles = (args.rows + 7) / 8;
+    const int parts = args.groups * args.chunks;
+    const int part = blockIdx.x % parts, member = blockIdx.x / parts, members = gridDim.x / parts;
+    const int group = part / args.chunks, chunk = part % args.chunks;
+    const int group_slabs = args.slabs / args.groups;
+    const int first_block = chunk * args.chunk_blocks;
+    const int chunk_blocks = min(args.chunk_blocks, args.blocks - first_block);
+    const int phase_blocks = chunk_blocks / args.phases;
+    const int mine = member < group_slabs ? (group_slabs - member + members - 1) / members : 0;
+    const int rounds = (mine + warps - 1) / warps;
+    // [phase_blocks, tiles * 8 rows, 64 bytes], then the factors [mine, chunk_blocks]
+    char* const staged = shared_bytes;
+    u32* const factors = (u32*)(shared_bytes + (size_t)phase_blocks * tiles * 512);
+
+    const auto slab_of = [&](int index) { return group * group_slabs + member + index * members; };
+    const auto weights_of = [&](int index) {
+        return args.weights + ((size_t)slab_of(index) * args.blocks + first_block) * (VECTORS * 32) + lane;
+    };
+
+    // The first weights are on their way before anything is waited for.
+    uint4 ring[DEPTH][VECTORS];
+    if (warp < mine) {
+        const uint4* from = weights_of(warp);
+#pragma unroll
+        for (int i = 0; i < DEPTH; i++)
+            if (WHOLE || i < phase_blocks)
+#pragma unroll
+                for (int v = 0; v < VECTORS; v++) ring[i][v] = load_once(from + (i * VECTORS + v) * 32);
+    }
+    if (Format::SCALED) {
+        for (int i = threadIdx.x; i < mine * chunk_blocks; i += blockDim.x) {
+            const int index = i / chunk_blocks, block = i % chunk_blocks;
+            const u32 code = args.scales[(size_t)(slab_of(index) / 2) * args.blocks + first_block + block];
+            factors[i] = power_pair(code + 120);
+        }
+    }
+    let_next_start();
+    wait_for_inputs();
+
+    float acc[4][4];
+    u64 best[4][2] = {};
+    for (int round = 0; round < rounds; round++) {
+        const int index = round * warps + warp;
+        for (int phase = 0; phase < args.phases; phase++) {
+            if (args.phases > 1 || round == 0) {
+                __syncthreads();
+                const int from = first_block + phase * phase_blocks;
+                stage_inputs(args, staged, (group * args.blocks + from) * 32, phase_blocks, tiles);
+                __syncthreads();
+            }
+            if (index >= mine) continue;
+            if (phase == 0) {
+#pragma unroll
+                for (int tile = 0; tile < 4; tile++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) acc[tile][i] = 0.0f;
+            }
+            const uint4* here = weights_of(index) + (size_t)phase * phase_blocks * VECTORS * 32;
+            const bool last_phase = phase + 1 == args.phases;
+            const bool more = !last_phase || index + warps < mine;
+            const uint4* next = last_phase ? (more ? weights_of(index + warps) : here)
+                                           : here + (size_t)phase_blocks * VECTORS * 32;
+            const u32* factor = factors + index * chunk_blocks;
+            const char* input = staged + lane * 16;
+            for (int block = 0; block < phase_blocks; block += DEPTH) {
+                const bool inside = block + DEPTH < phase_blocks;
+                const uint4* from = inside ? here + (size_t)(block + DEPTH) * VECTORS * 32 : next;
+                const int room = inside ? phase_blocks - block - DEPTH : phase_blocks;
+                const bool refill = inside || more;
+#pragma unroll
+                for (int i = 0; i < DEPTH; i++) {
+                    if (WHOLE || block + i < phase_blocks) {
+                        u32 a[8];
+                        Format::decode(ring[i], Format::SCALED ? factor[block + i] : 0, a);
+                        if (refill && (WHOLE || i < room))
+#pragma unroll
+                            for (int v = 0; v < VECTORS; v++) ring[i][v] = load_once(from + (i * VECTORS + v) * 32);
+#pragma unroll
+                        for (int tile = 0; tile < 4; tile++) {
+                            if (tile < tiles) {
+                                const uint4 b = *(const uint4*)(input + tile * 512);
+                                mma_k16(acc[tile], a[0], a[1], a[2], a[3], b.x, b.y);
+                                mma_k16(acc[tile], a[4], a[5], a[6], a[7], b.z, b.w);
+                            }
+                        }
+                        input += tiles * 512;
+                    } else if (refill && i < room) {
+#pragma unroll
+                        for (int v = 0; v < VECTORS; v++) ring[i][v] = load_once(from + (i * VECTORS + v) * 32);
+                    }
+                }
+            }
+        }
+        if (index >= mine) continue;
+        const int slab = slab_of(index), g = lane / 4, t = lane % 4;
+        if (args.chunks > 1) {
+            float4* const partials = args.partials + (size_t)slab * args.chunks * tiles * 32 + lane;
+#pragma unroll
+            for (int tile = 0; tile < 4; tile++)
+                if (tile < tiles)
+                    store_shared_value(partials + (chunk * tiles + tile) * 32,
+                                       make_float4(acc[tile][0], acc[tile][1], acc[tile][2], acc[tile][3]));
+            __syncwarp();
+            u32 arrived = 0;
+            if (lane == 0) arrived = arrive(args.counters + slab);
+            arrived = __shfl_sync(~0u, arrived, 0);
+            if (arrived + 1 != (u32)args.chunks) continue;
+            // The last to arrive adds all chunks in their order, whoever it is.
+            if (lane == 0) args.counters[slab] = 0;
+#pragma unroll
+            for (int tile = 0; tile < 4; tile++) {
+                if (tile < tiles) {
+                    float4 sum = load_shared_value(partials + tile * 32);
+#pragma unroll 4
+                    for (int c = 1; c < args.chunks; c++) {
+                        const float4 v = load_shared_value(partials + (c * tiles + tile) * 32);
+                        sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+                    }
+                    acc[tile][0] = sum.x, acc[tile][1] = sum.y, acc[tile][2] = sum.z, acc[tile][3] = sum.w;
+                }
+            }
+        }
+        const int row0 = slab * 16 + g;
+#pragma unroll
+        for (int tile = 0; tile < 4; tile++) {
+            if (tile < tiles) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) {
+                    const int token = tile * 8 + 2 * t + (i & 1), row = row0 + (i >> 1) * 8;
+                    if (token >= args.rows) continue;
+                    if (args.out) {
+                        const size_t at = (size_t)token * args.out_stride + row;
+                        if (args.out_is_bf16) ((u16*)args.out)[at] = f32_to_bf16(acc[tile][i]);
+                        else ((float*)args.out)[at] = acc[tile][i];
+                    }
+                    if (Format::ARGMAX) {
+                        const u64 key = (u64)order_key(acc[tile][i]) << 32 | (u32)~row;
+                        best[tile][i & 1] = best_of(best[tile][i & 1], key);
+                    }
+                }
+            }
+        }
+    }
+    if (!Format::ARGMAX || !args.best) return;
+    // Integer maxima: any order gives the same winner.
+#pragma unroll
+    for (int tile = 0; tile < 4; tile++) {
+        if (tile < tiles) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                u64 key = best[tile][i];
+                for (int step = 4; step < 32; step *= 2) key = best_of(key, __shfl_xor_sync(~0u, key, step));
+                const int token = tile * 8 + 2 * (lane % 4) + i;
+                if (lane < 4 && token < args.rows && key) atomicMax(args.best + token, key);
+            }
+        }
+    }
+    __syncthreads();
+    __shared__ u32 arrived;
+    if (threadIdx.x == 0) {
+        __threadfence();
+        arrived = arrive(args.counters + args.slabs);
+    }
+    __syncthreads();
+    if (arrived + 1 != gridDim.x) return;
+    for (int token = threadIdx.x; token < args.rows; token += blockDim.x) {
+        const u64 key = atomicExch(args.best + token, 0);
+        args.best_index[token] = ~(u32)key;
+    }
+    if (threadIdx.x == 0) args.counters[args.slabs] = 0;
+}
