@@ -17,7 +17,7 @@ use crate::check::root;
 const ARROWS: &[(&str, &[&str])] = &[
     ("numerics", &[]),
     ("text", &[]),
-    ("device", &[]),
+    ("device", &["numerics"]),
     ("checkpoint", &["numerics"]),
     ("engine", &["text"]),
     ("kernels", &["device", "numerics"]),

@@ -79,13 +79,13 @@ pub enum Request {
 /// [`Mistakes`] with all of them: unknown and repeated flags, values out of range, wherever they came from.
 pub fn parse(arguments: &[String], environment: &Environment) -> Result<Request, Mistakes> {
     let asks_help = |argument: &String| argument == "--help" || argument == "-h";
-    let before = arguments.iter().take_while(|argument| argument.starts_with('-'));
-    for argument in before {
-        match argument.as_str() {
-            "--version" | "-V" => return Ok(Request::Version),
-            "--help" | "-h" => return Ok(Request::Help { command: None, long: argument == "--help" }),
-            other => return Err(Mistakes(vec![format!("{other} stands before the command: put it behind")])),
+    match arguments.first().map(String::as_str) {
+        Some("--version" | "-V") => return Ok(Request::Version),
+        Some(word @ ("--help" | "-h")) => return Ok(Request::Help { command: None, long: word == "--help" }),
+        Some(word) if word.starts_with('-') => {
+            return Err(Mistakes(vec![format!("{word} stands before the command: put it behind")]));
         }
+        _ => {}
     }
     let Some((name, rest)) = arguments.split_first() else {
         return Err(Mistakes(vec!["no command: `tensorfold --help` lists them".to_owned()]));

@@ -20,3 +20,6 @@ pub const FILES: EmbeddedFiles = &[
     file!("model-00001-of-00001.safetensors"),
     file!("LICENSE-WordNet.txt"),
 ];
+
+/// Held-out prompts with expected replies, a JSON object a line.
+pub const EVALUATION: &str = include_str!("../../../models/tiny-dsv41/eval.jsonl");

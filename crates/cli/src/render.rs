@@ -48,7 +48,7 @@ pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failu
         return Err(Mistakes(misused).into());
     }
     let generation = small_files.generation_config().map_err(|error| Failure::run_time(error.to_string()))?;
-    let sampling = resolve::sampling(arguments, &generation);
+    let sampling = resolve::checkpoint_sampling(&generation);
     let rendered = Rendered::of(&input, &tokenizer, resolve::chat(arguments), sampling)
         .map_err(|error| Failure::run_time(describe(&error)))?;
     if !rendered.prompt.images.is_empty() {

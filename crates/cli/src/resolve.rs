@@ -194,15 +194,25 @@ pub fn seconds(arguments: &Arguments, flag: &str) -> Option<Duration> {
     Duration::try_from_secs_f64(arguments.number(flag)?).ok()
 }
 
-/// Sampling of requests that don't say: the flags, else the checkpoint's own, else plain.
+/// Sampling of requests that don't say: the options, else what the checkpoint asks for.
 pub fn sampling(arguments: &Arguments, checkpoint: &GenerationConfig) -> SamplingDefaults {
-    let greedy = checkpoint.do_sample == Some(false);
-    let temperature = if greedy { 0.0 } else { checkpoint.temperature.unwrap_or(1.0) };
+    let defaults = checkpoint_sampling(checkpoint);
     SamplingDefaults {
-        temperature: arguments.number("temperature").unwrap_or(temperature) as f32,
-        top_p: arguments.number("top-p").or(checkpoint.top_p).unwrap_or(1.0) as f32,
-        top_k: arguments.count("top-k").or(checkpoint.top_k).unwrap_or(0).try_into().unwrap_or(u32::MAX),
-        min_p: arguments.number("min-p").or(checkpoint.min_p).unwrap_or(0.0) as f32,
+        temperature: arguments.number("temperature").map_or(defaults.temperature, |value| value as f32),
+        top_p: arguments.number("top-p").map_or(defaults.top_p, |value| value as f32),
+        top_k: arguments.count("top-k").map_or(defaults.top_k, |value| value.try_into().unwrap_or(u32::MAX)),
+        min_p: arguments.number("min-p").map_or(defaults.min_p, |value| value as f32),
+    }
+}
+
+/// Sampling that the checkpoint asks for.
+pub fn checkpoint_sampling(checkpoint: &GenerationConfig) -> SamplingDefaults {
+    let greedy = checkpoint.do_sample == Some(false);
+    SamplingDefaults {
+        temperature: if greedy { 0.0 } else { checkpoint.temperature.unwrap_or(1.0) as f32 },
+        top_p: checkpoint.top_p.unwrap_or(1.0) as f32,
+        top_k: checkpoint.top_k.unwrap_or(0).try_into().unwrap_or(u32::MAX),
+        min_p: checkpoint.min_p.unwrap_or(0.0) as f32,
     }
 }
 

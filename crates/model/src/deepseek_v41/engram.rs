@@ -153,6 +153,11 @@ struct LayerHash {
 }
 
 impl EngramHash {
+    /// The folded id of each token.
+    pub fn token_map(&self) -> &[u32] {
+        &self.token_map
+    }
+
     /// `token_map[id]` is the folded id of token `id`.
     ///
     /// # Errors
@@ -258,7 +263,8 @@ mod tests {
             rows
         };
         let pad = Some(shape.engram_pad_token_id);
-        let cases: [(&[Option<u32>], &[Option<u32>]); 4] = [
+        type Recent<'a> = &'a [Option<u32>];
+        let cases: [(Recent<'_>, Recent<'_>); 4] = [
             (&[Some(5), None, Some(7), Some(3)], &[Some(5), pad, pad, pad]),
             (&[Some(5), Some(6)], &[Some(5), Some(6), pad, pad]),
             (&[None, Some(6), Some(7), Some(3)], &[pad, pad, pad, pad]),

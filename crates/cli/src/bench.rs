@@ -1,0 +1,257 @@
+//! `bench`: speed in this process. `decode` times prompt rows and reply rows of the model itself, drafted and not;
+//! `evaluate` answers a dataset of prompts with expected replies and counts.
+
+use std::sync::atomic::AtomicBool;
+use std::time::Instant;
+
+use tf_bench::{Format, Record, Row};
+use tf_engine::Sampling;
+use tf_engine::model::{DraftRequest, Drafts, Drawn, Model, RoundPlan, SequenceView, SlotIndex, Window};
+use tf_model::deepseek_v41::{DeepseekV41, Options};
+
+use crate::arguments::{Arguments, Mistakes};
+use crate::build;
+use crate::evaluate;
+use crate::failure::{Failure, print};
+use crate::load::{self, Checked};
+use crate::options::Environment;
+
+const SUBCOMMANDS: &str = "decode, evaluate";
+
+pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failure> {
+    crate::logs::start(arguments);
+    let mut arguments = arguments.clone();
+    let subcommand = match arguments.positionals.is_empty() {
+        true => String::new(),
+        false => arguments.positionals.remove(0),
+    };
+    let (located, rest) = load::located(&arguments, environment, false)?;
+    if let Some(word) = rest.first() {
+        return Err(Mistakes(vec![format!("{word:?} is one argument too many")]).into());
+    }
+    let record = match subcommand.as_str() {
+        "decode" => decode(&arguments, &load::checked(&located, &arguments)?)?,
+        "evaluate" => evaluate::run(&arguments, &load::checked(&located, &arguments)?)?,
+        "serve" | "concurrent" | "cache" | "slice" | "compare" => {
+            return Err(Failure::run_time(format!("bench {subcommand} is not built yet; {SUBCOMMANDS} are")));
+        }
+        "" => return Err(Mistakes(vec![format!("bench needs a subcommand: {SUBCOMMANDS}")]).into()),
+        other => return Err(Mistakes(vec![format!("bench {other} is unknown: {SUBCOMMANDS}")]).into()),
+    };
+    if let Some(file) = arguments.text("output") {
+        let partial = format!("{file}.partial");
+        std::fs::write(&partial, record.print(Format::Json))
+            .and_then(|()| std::fs::rename(&partial, file))
+            .map_err(|error| Failure::run_time(format!("{file} can't be written: {error}")))?;
+    }
+    let format = arguments.text("format").and_then(Format::parse).unwrap_or(Format::Table);
+    Ok(print(&record.print(format))?)
+}
+
+/// The head of a record: everything but its rows.
+pub fn record(command: &str, checked: &Checked, options: &Options, extra: &[(&str, String)]) -> Record {
+    let settings = [
+        ("threads", options.threads.to_string()),
+        ("level", options.level.name().to_owned()),
+        ("context", options.context.to_string()),
+        ("round rows", options.round_rows.to_string()),
+    ];
+    let owned = |(name, value): &(&str, String)| ((*name).to_owned(), value.clone());
+    Record {
+        command: command.to_owned(),
+        version: build::VERSION.to_owned(),
+        commit: build::COMMIT.to_owned(),
+        model: format!("{} {}", checked.name, checked.fingerprint),
+        device: format!("cpu {} {}, {} threads", std::env::consts::ARCH, options.level.name(), options.threads),
+        options: settings.iter().chain(extra).map(owned).collect(),
+        rows: Vec::new(),
+    }
+}
+
+/// A list of counts.
+fn counts(arguments: &Arguments, flag: &str, default: &[u32]) -> Result<Vec<u32>, Failure> {
+    let Some(texts) = arguments.list(flag) else { return Ok(default.to_vec()) };
+    let read = |text: &String| text.trim().parse::<u32>().ok().filter(|count| *count > 0);
+    texts.iter().map(|text| read(text).ok_or(text)).collect::<Result<_, _>>().map_err(|text| {
+        Mistakes(vec![format!("--{flag} takes counts with commas, like 1,4,16; {text:?} is none")]).into()
+    })
+}
+
+fn decode(arguments: &Arguments, checked: &Checked) -> Result<Record, Failure> {
+    let prompts = counts(arguments, "prompt", &[512, 2048])?;
+    let rows = counts(arguments, "rows", &[1, 4, 16])?;
+    let tokens = arguments.count("tokens").unwrap_or(128) as u32;
+    let repetitions = arguments.count("reps").unwrap_or(5) as usize;
+    let slots = rows.iter().copied().max().unwrap_or(1);
+    let longest = prompts.iter().copied().max().unwrap_or(1).max(tokens + START);
+    let limit = checked.shape.max_position_embeddings as u32;
+    if longest > limit {
+        return Err(Mistakes(vec![format!("{longest} tokens are more than this model's {limit} positions")]).into());
+    }
+    let options = Options { slots, context: longest, ..checked.loading.options.clone() };
+    let extra = [("tokens", tokens.to_string()), ("reps", repetitions.to_string())];
+    let mut record = record("bench decode", checked, &options, &extra);
+    let mut timed = Timed::new(checked.model(options)?);
+    for prompt in prompts {
+        let samples = timed.samples(repetitions, |timed| f64::from(prompt) / timed.prompt(0, prompt))?;
+        record.rows.push(Row { name: format!("prompt of {prompt}"), unit: "tokens/s".into(), samples });
+    }
+    for rows in rows {
+        let samples = timed.samples(repetitions, |timed| f64::from(rows * tokens) / timed.replies(rows, tokens))?;
+        record.rows.push(Row { name: format!("decode, {rows} sequences"), unit: "tokens/s".into(), samples });
+    }
+    let samples = timed.samples(repetitions, |timed| 1e6 * timed.windows(tokens) / f64::from(tokens))?;
+    record.rows.push(Row { name: "verify window of a block".into(), unit: "us".into(), samples });
+    let samples = timed.samples(repetitions, |timed| 1e6 * timed.drafts(tokens) / f64::from(tokens))?;
+    record.rows.push(Row { name: "draft block".into(), unit: "us".into(), samples });
+    Ok(record)
+}
+
+/// Reply rows begin after a prompt of this many tokens.
+const START: u32 = 64;
+
+/// A model, timed from outside.
+struct Timed {
+    model: DeepseekV41,
+    sampling: Sampling,
+    drawn: Drawn,
+    drafts: Drafts,
+    plan: RoundPlan,
+    failure: Option<String>,
+}
+
+impl Timed {
+    fn new(model: DeepseekV41) -> Timed {
+        Timed {
+            model,
+            sampling: Sampling::greedy(),
+            drawn: Drawn::default(),
+            drafts: Drafts::default(),
+            plan: RoundPlan::default(),
+            failure: None,
+        }
+    }
+
+    /// One run outside the window, then `repetitions` inside.
+    fn samples(&mut self, repetitions: usize, mut run: impl FnMut(&mut Timed) -> f64) -> Result<Vec<f64>, Failure> {
+        run(self);
+        let samples = (0..repetitions).map(|_| run(self)).collect();
+        match self.failure.take() {
+            Some(failure) => Err(Failure::run_time(failure)),
+            None => Ok(samples),
+        }
+    }
+
+    /// Distinct tokens that any vocabulary has.
+    fn token(&self, index: u32) -> u32 {
+        (index * 7919 + 11) % (self.model.shape().vocab_size as u32 / 2)
+    }
+
+    fn push(&mut self, slot: u32, start: u32, count: u32, prompt_end: u32, draw: std::ops::Range<usize>) {
+        let first = self.plan.tokens.len();
+        for row in 0..count {
+            let token = self.token(slot * 31 + start + row);
+            self.plan.tokens.push(token);
+        }
+        self.plan.windows.push(Window {
+            slot: SlotIndex(slot),
+            start,
+            rows: first..first + count as usize,
+            prompt_end,
+            whole: false,
+            draw,
+            logprobs: None,
+            sequence: 0,
+        });
+    }
+
+    fn round(&mut self) {
+        let view = SequenceView { sampling: &self.sampling, prompt: &[], reply: &[] };
+        if let Err(error) = self.model.forward(&self.plan, &[view], &mut self.drawn) {
+            self.failure.get_or_insert(error.to_string());
+        }
+        for window in &self.plan.windows {
+            self.model.keep(window.slot, window.start + window.rows.len() as u32);
+        }
+        self.plan.tokens.clear();
+        self.plan.windows.clear();
+    }
+
+    /// Fills a slot; seconds.
+    fn prompt(&mut self, slot: u32, length: u32) -> f64 {
+        self.model.release(SlotIndex(slot));
+        let chunk = self.model.options().round_rows;
+        let started = Instant::now();
+        let mut start = 0;
+        while start < length {
+            let count = chunk.min(length - start);
+            let is_last = start + count == length;
+            let draw = if is_last { count as usize - 1..count as usize } else { 0..0 };
+            self.push(slot, start, count, length, draw);
+            self.round();
+            start += count;
+        }
+        let seconds = started.elapsed().as_secs_f64();
+        if length != START {
+            self.model.release(SlotIndex(slot));
+        }
+        seconds
+    }
+
+    /// `tokens` rounds of one row a sequence; seconds.
+    fn replies(&mut self, sequences: u32, tokens: u32) -> f64 {
+        for slot in 0..sequences {
+            self.prompt(slot, START);
+        }
+        let started = Instant::now();
+        for start in START..START + tokens {
+            for slot in 0..sequences {
+                self.push(slot, start, 1, start, 0..1);
+            }
+            self.round();
+        }
+        let seconds = started.elapsed().as_secs_f64();
+        for slot in 0..sequences {
+            self.model.release(SlotIndex(slot));
+        }
+        seconds
+    }
+
+    /// `rounds` full verify windows of which one row is kept; seconds.
+    fn windows(&mut self, rounds: u32) -> f64 {
+        self.prompt(0, START);
+        let rows = self.model.limits().draft_block + 1;
+        let context = self.model.options().context;
+        let started = Instant::now();
+        for start in START..START + rounds {
+            let rows = rows.min(context - start);
+            self.push(0, start, rows, start, 0..rows as usize);
+            self.round();
+            self.model.keep(SlotIndex(0), start + 1);
+        }
+        let seconds = started.elapsed().as_secs_f64();
+        self.model.release(SlotIndex(0));
+        seconds
+    }
+
+    /// `rounds` calls of the draft head; seconds.
+    fn drafts(&mut self, rounds: u32) -> f64 {
+        self.prompt(0, START);
+        let count_max = self.model.limits().draft_block;
+        let started = Instant::now();
+        for anchor in 0..rounds {
+            let anchor = self.token(anchor);
+            let wanted =
+                DraftRequest { slot: SlotIndex(0), anchor, position: START, count_max, sampling: &self.sampling };
+            if let Err(error) = self.model.draft(&[wanted], &mut self.drafts) {
+                self.failure.get_or_insert(error.to_string());
+            }
+        }
+        let seconds = started.elapsed().as_secs_f64();
+        self.model.release(SlotIndex(0));
+        seconds
+    }
+}
+
+/// Never stops a reply.
+pub static NEVER: AtomicBool = AtomicBool::new(false);

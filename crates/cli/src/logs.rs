@@ -1,0 +1,24 @@
+//! Log lines on stderr, as `--log-level` and `--log-format` say.
+
+use std::io::IsTerminal;
+
+use tracing_subscriber::filter::LevelFilter;
+
+use crate::arguments::Arguments;
+use crate::options::Environment;
+
+/// Starts the log; a second start changes nothing.
+pub fn start(arguments: &Arguments) {
+    let level = arguments.text("log-level").and_then(|level| level.parse().ok()).unwrap_or(LevelFilter::INFO);
+    let lines = tracing_subscriber::fmt().with_writer(std::io::stderr).with_max_level(level).with_target(false);
+    // The other start's settings hold then.
+    let _ = match arguments.text("log-format") {
+        Some("json") => lines.json().try_init(),
+        _ => lines.with_ansi(has_colour(std::io::stderr().is_terminal())).try_init(),
+    };
+}
+
+/// Whether a stream may carry colour.
+pub fn has_colour(is_terminal: bool) -> bool {
+    is_terminal && Environment::of_process().get("NO_COLOR").is_none()
+}
