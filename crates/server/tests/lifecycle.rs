@@ -15,7 +15,8 @@ fn endless(stream: bool) -> serde_json::Value {
 
 #[tokio::test]
 async fn a_client_that_goes_away_frees_its_slot() {
-    let server = start(Setup::default()).await;
+    // Without the bound on unread tokens, which would free it too, and later.
+    let server = start(Setup { limits: |limits| limits.unread_tokens = u32::MAX, ..Setup::default() }).await;
     for stream in [false, true] {
         let open = server.post_open("/v1/completions", &endless(stream)).await;
         let tokens = server.engine.stats().reply_tokens;
