@@ -602,9 +602,9 @@ impl Reader<'_> {
                 downsample_ratio: self.count("vision_config.downsample_ratio", 1..=16),
                 max_image_tokens: self.count("vision_config.max_image_tokens", 4..=1 << 20),
                 min_pixels: self.count("vision_config.min_pixels", 1..=1 << 30),
-                max_wh_ratio: match self.config.get("vision_config.max_wh_ratio") {
-                    None => None,
-                    Some(_) => Some(self.number("vision_config.max_wh_ratio", 1.0, 1e6)),
+                max_wh_ratio: {
+                    let path = "vision_config.max_wh_ratio";
+                    self.config.get(path).is_some().then(|| self.number(path, 1.0, 1e6))
                 },
             }),
         }
