@@ -4,9 +4,9 @@
 mod production;
 
 use production::{
-    Case, Drafter, Piece, RowBits, cases, equal, feed_all, feed_prompt, head_drafts, logits, reply, tiny_a,
+    Case, Drafter, Piece, RowBits, cases, equal, feed_all, feed_prompt, head_drafts, logits, plan, reply, tiny_a,
 };
-use tf_engine::model::{Model, SlotIndex};
+use tf_engine::model::{Drawn, Model, SequenceView, SlotIndex};
 use tf_engine::request::Sampling;
 use tf_model::deepseek_v41::{DeepseekV41, Fault, Options};
 use tf_numerics::lanes::Level;
@@ -303,6 +303,58 @@ fn drafts_never_change_a_reply() {
     check(drafted, &[Fault::StaleRing, Fault::StaleTokens, Fault::RowCount, Fault::PairRowLost]);
 }
 
+/// L2 for draws: a round of several windows draws what each window draws alone, with its own settings and key.
+fn drawn_together(case: &Case, fault: Fault) -> Result<(), String> {
+    let prompts = [&case.tokens[..33], &case.tokens[20..41], &case.tokens[5..52]];
+    let samplings = samplings();
+    let draw = |model: &mut DeepseekV41, sequences: &[usize]| {
+        let pieces: Vec<Piece<'_>> = sequences
+            .iter()
+            .map(|sequence| {
+                let tokens = prompts[*sequence];
+                let draw = tokens.len() - 1..tokens.len();
+                let prompt_end = tokens.len() as u32;
+                Piece { slot: *sequence as u32, start: 0, tokens, prompt_end, whole: false, draw }
+            })
+            .collect();
+        let mut plan = plan(&pieces);
+        plan.windows.iter_mut().for_each(|window| window.logprobs = Some(5));
+        let views: Vec<SequenceView<'_>> = sequences
+            .iter()
+            .map(|sequence| SequenceView { sampling: &samplings[*sequence], prompt: prompts[*sequence], reply: &[] })
+            .collect();
+        let mut drawn = Drawn::default();
+        model.forward(&plan, &views, &mut drawn).expect("the forward runs");
+        sequences.iter().for_each(|sequence| model.release(SlotIndex(*sequence as u32)));
+        let of_window = |window: &std::ops::Range<usize>| -> RowBits {
+            drawn.rows[window.clone()]
+                .iter()
+                .flat_map(|row| {
+                    let top = &drawn.top[row.top_start as usize..(row.top_start + row.top_count) as usize];
+                    let top = top.iter().flat_map(|(token, logprob)| [*token, logprob.to_bits()]);
+                    [row.token, row.logprob.to_bits()].into_iter().chain(top).collect::<Vec<_>>()
+                })
+                .collect()
+        };
+        drawn.windows.iter().map(of_window).collect::<Vec<_>>()
+    };
+    let mut model = model(case, fault);
+    let alone: Vec<RowBits> = (0..3).flat_map(|sequence| draw(&mut model, &[sequence])).collect();
+    if alone.iter().any(|row| row.len() != 12) {
+        return Err("a row lacks its log-probabilities".into());
+    }
+    for order in [[0, 1, 2], [2, 0, 1]] {
+        let wanted: Vec<RowBits> = order.iter().map(|sequence| alone[*sequence].clone()).collect();
+        equal(&format!("order {order:?}"), &draw(&mut model, &order), &wanted)?;
+    }
+    Ok(())
+}
+
+#[test]
+fn a_shared_round_draws_what_each_sequence_draws_alone() {
+    check(drawn_together, &[]);
+}
+
 /// A window that doesn't continue its slot, or would read rows that are gone, is refused and named.
 #[test]
 fn windows_that_cannot_be_exact_are_refused() {
@@ -310,7 +362,7 @@ fn windows_that_cannot_be_exact_are_refused() {
     let mut model = model(&case, Fault::None);
     let mut out = Vec::new();
     let mut refused = |model: &mut DeepseekV41, pieces: &[Piece<'_>], text: &str| {
-        let error = model.logits_rows(&production::plan(pieces), &mut out).expect_err("this cannot be computed");
+        let error = model.logits_rows(&plan(pieces), &mut out).expect_err("this cannot be computed");
         assert!(error.to_string().contains(text), "{error}");
     };
     let tokens = &case.tokens[..160];
