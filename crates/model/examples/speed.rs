@@ -12,16 +12,8 @@ use tf_model::deepseek_v41::{DeepseekV41, Options};
 
 fn round(start: u32, tokens: Vec<u32>, prompt_end: u32, draw: std::ops::Range<usize>) -> RoundPlan {
     let rows = 0..tokens.len();
-    let window = Window {
-        slot: SlotIndex(0),
-        start,
-        rows,
-        prompt_end,
-        whole: false,
-        draw,
-        logprobs: None,
-        sequence: 0,
-    };
+    let window =
+        Window { slot: SlotIndex(0), start, rows, prompt_end, whole: false, draw, logprobs: None, sequence: 0 };
     RoundPlan { tokens, windows: vec![window] }
 }
 

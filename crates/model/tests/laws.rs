@@ -219,10 +219,7 @@ fn rejected(case: &Case, fault: Fault) -> Result<(), String> {
 
 #[test]
 fn rejected_drafts_leave_no_trace() {
-    check(
-        rejected,
-        &[Fault::StaleRing, Fault::StaleTokens, Fault::PairRowLost, Fault::DraftWrites, Fault::RowCount],
-    );
+    check(rejected, &[Fault::StaleRing, Fault::StaleTokens, Fault::PairRowLost, Fault::DraftWrites, Fault::RowCount]);
 }
 
 /// L3: a slot restored from a snapshot goes on as the sequence itself does, also beside the one it was taken from.
@@ -381,7 +378,6 @@ fn windows_that_cannot_be_exact_are_refused() {
     model.keep(SlotIndex(3), 100);
     refused(&mut model, &[Piece::all(3, 100, &tokens[100..101])], "needs window keys");
 }
-
 
 #[test]
 fn every_page_returns() {

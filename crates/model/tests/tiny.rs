@@ -119,9 +119,8 @@ fn selections_of_every_index_source() {
         compress_sources(&trace, &mut parts.borrow_mut());
         trace.selection(|inputs| {
             let masks = inputs.candidates.as_deref();
-            let scores = |weights: fn(f64) -> f64| {
-                exact.index_scores(inputs.layer, &inputs.x, 0, &inputs.keys, masks, weights)
-            };
+            let scores =
+                |weights: fn(f64) -> f64| exact.index_scores(inputs.layer, &inputs.x, 0, &inputs.keys, masks, weights);
             let (scores, magnitudes) = (scores(|weight| weight), scores(f64::abs));
             // As for the reference: the release rounds each score's parts to bfloat16.
             let bound = |sum: &f64| 3.1 * sum / 256.0 + 1e-6;
@@ -286,8 +285,7 @@ fn drafts_of_the_shortest_context_are_the_recorded_ones() {
     let last: Vec<f32> = rows[1].iter().map(|bits| f32::from_bits(*bits)).collect();
     let anchor = (0..last.len()).max_by(|a, b| last[*a].total_cmp(&last[*b])).expect("logits");
     let drafts = production::head_drafts(&mut model, 0, anchor as u32, 2, &Sampling::greedy(), 5);
-    let found: Vec<usize> =
-        std::iter::once(anchor).chain(drafts.tokens.iter().map(|id| *id as usize)).collect();
+    let found: Vec<usize> = std::iter::once(anchor).chain(drafts.tokens.iter().map(|id| *id as usize)).collect();
     let wanted: Vec<usize> = recorded.iter().map(|id| *id as usize).collect();
     assert_eq!(found, wanted);
 }

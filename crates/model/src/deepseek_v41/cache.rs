@@ -285,7 +285,8 @@ impl Cache {
 
     fn copy_page(&mut self, from: u32, to: u32) {
         let layout = &self.layout;
-        let pools = [(&mut self.compressed, layout.compressed_record_bytes), (&mut self.index_keys, layout.index_record_bytes)];
+        let pools =
+            [(&mut self.compressed, layout.compressed_record_bytes), (&mut self.index_keys, layout.index_record_bytes)];
         for (buffers, record) in pools {
             for (source, buffer) in buffers.iter_mut().enumerate() {
                 let bytes = layout.entries_per_page(source) as usize * record;
@@ -354,7 +355,14 @@ impl Cache {
     }
 
     /// Makes an empty slot hold `length` positions with these pages; `tail` are the last token ids.
-    pub(super) fn adopt(&mut self, slot_index: u32, length: Position, tail: &[u32], pages: &[PageRef], held: &[Position]) {
+    pub(super) fn adopt(
+        &mut self,
+        slot_index: u32,
+        length: Position,
+        tail: &[u32],
+        pages: &[PageRef],
+        held: &[Position],
+    ) {
         let base = slot_index as usize * self.layout.pages_per_slot as usize;
         let slot = &mut self.slots[slot_index as usize];
         assert_eq!(slot.length, 0, "a snapshot goes into an empty slot");
@@ -377,7 +385,8 @@ impl Cache {
 
     /// Float range of the pair row of `position`, in the pair ring of any ratio-2 source.
     pub(super) fn pair_record(&self, slot: u32, position: Position) -> Range<usize> {
-        let index = slot as usize * self.layout.pair_ring_len as usize + (position % self.layout.pair_ring_len) as usize;
+        let index =
+            slot as usize * self.layout.pair_ring_len as usize + (position % self.layout.pair_ring_len) as usize;
         index * self.layout.pair_row..(index + 1) * self.layout.pair_row
     }
 }

@@ -97,13 +97,8 @@ pub(super) fn ingest(
                 records: &mut s.records,
             },
         )?;
-        let args = kv_store::RingArgs {
-            records: &s.records,
-            windows: &set.windows,
-            head_dim: shape.head_dim,
-            ring,
-            ring_len,
-        };
+        let args =
+            kv_store::RingArgs { records: &s.records, windows: &set.windows, head_dim: shape.head_dim, ring, ring_len };
         kv_store::launch_ring(queue, args)?;
     }
     Ok(())

@@ -96,7 +96,11 @@ impl Draws {
             for (row, outcome) in of.iter().zip(&self.outcomes) {
                 let found = outcome.map_err(|error| {
                     let window = &plan.windows[row.window];
-                    DrawError::Row { slot: window.slot.0, position: window.start + (window.draw.start + row.row) as u32, error }
+                    DrawError::Row {
+                        slot: window.slot.0,
+                        position: window.start + (window.draw.start + row.row) as u32,
+                        error,
+                    }
                 })?;
                 drawn.push(DrawnRow {
                     token: found.token,
@@ -114,12 +118,8 @@ impl Draws {
     /// draft head doesn't have. A row without a candidate proposes token 0, which the target then refuses.
     pub fn proposal(&mut self, logits: &[f32], sampling: &Sampling, position: u32) -> u32 {
         self.row.f32_mut()[..logits.len()].copy_from_slice(logits);
-        let settings = Settings {
-            frequency_penalty: 0.0,
-            presence_penalty: 0.0,
-            repetition_penalty: 1.0,
-            ..settings(sampling)
-        };
+        let settings =
+            Settings { frequency_penalty: 0.0, presence_penalty: 0.0, repetition_penalty: 1.0, ..settings(sampling) };
         let draw = Draw {
             row: 0,
             position,

@@ -14,8 +14,8 @@ use tf_kernels::linear_fp8::{self, Finish};
 use tf_kernels::rows::{self as kernel_rows, EntryInfo, Pages, RowInfo, WindowInfo};
 use tf_kernels::top_k::{CandidateList, CandidateShape, Candidates};
 use tf_kernels::{
-    embed, engram, hyper, index_key, index_query, index_score, kv_compress, kv_store, linear_bf16, lm_head, moe_experts,
-    moe_route, rms_norm,
+    embed, engram, hyper, index_key, index_query, index_score, kv_compress, kv_store, linear_bf16, lm_head,
+    moe_experts, moe_route, rms_norm,
 };
 use tf_numerics::rope;
 
@@ -126,7 +126,12 @@ pub(super) struct Round<'a> {
 }
 
 /// Runs all layers over the planned rows. On return `scratch.streams` and `scratch.y` hold the last layer's rows, apart.
-pub(super) fn layers(step: &mut Step<'_>, weights: &Weights, round: &mut Round<'_>, ids: &[u32]) -> Result<(), StepError> {
+pub(super) fn layers(
+    step: &mut Step<'_>,
+    weights: &Weights,
+    round: &mut Round<'_>,
+    ids: &[u32],
+) -> Result<(), StepError> {
     let shape = step.shape;
     let s = &mut *step.scratch;
     embed::launch(
@@ -140,7 +145,8 @@ pub(super) fn layers(step: &mut Step<'_>, weights: &Weights, round: &mut Round<'
             mix: Some(&mut s.mix),
         },
     )?;
-    if round.fault == Fault::RowCount && ids.len() > 1 || round.fault == Fault::Threads && thread_count(step.queue) > 1 {
+    if round.fault == Fault::RowCount && ids.len() > 1 || round.fault == Fault::Threads && thread_count(step.queue) > 1
+    {
         s.streams.f32_mut()[0] += 0.25;
     }
     // Whether `y` holds a sublayer's output that the streams still lack.
@@ -325,11 +331,7 @@ fn mixes(hyper: &Hyper) -> hyper::MixWeights<'_> {
 }
 
 fn constants(shape: &Shape) -> hyper::Constants {
-    hyper::Constants {
-        iterations: shape.hc_sinkhorn_iters as u32,
-        hc_eps: shape.hc_eps,
-        norm_eps: shape.rms_norm_eps,
-    }
+    hyper::Constants { iterations: shape.hc_sinkhorn_iters as u32, hc_eps: shape.hc_eps, norm_eps: shape.rms_norm_eps }
 }
 
 /// `out = x @ W^T` for one FP8 weight.

@@ -1,5 +1,6 @@
 //! The production model: owns weights, caches and activations, and runs what the engine plans.
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 
 use tf_device::{Device, Queue};
@@ -211,6 +212,16 @@ impl DeepseekV41 {
         self.counters
     }
 
+    /// Keeps the names of the kernels that are launched from here on; see [`DeepseekV41::recorded_launches`].
+    pub fn record_launches(&mut self) {
+        self.queue.record_launches();
+    }
+
+    /// The kernels launched since [`DeepseekV41::record_launches`], by the names of the kernel registry.
+    pub fn recorded_launches(&mut self) -> BTreeSet<&'static str> {
+        self.queue.recorded_launches()
+    }
+
     /// Sizes of the caches, for memory plans.
     pub fn cache_layout(&self) -> &CacheLayout {
         self.cache.layout()
@@ -362,11 +373,19 @@ impl DeepseekV41 {
         let longest = wanted.iter().map(|request| request.count_max as usize).max().unwrap_or(0);
         let steps = longest.min(self.shape.dspark_block_size);
         let draws = &mut self.draws;
-        draft::chain(&mut step, &self.weights.draft, context, &self.anchors, &self.greedy, steps, &mut |sequence, step, logits| {
-            let request = &wanted[sequence];
-            // The anchor stands at `position`, so the first proposal is for the position after it.
-            draws.proposal(logits, request.sampling, request.position + 1 + step as u32)
-        })?;
+        draft::chain(
+            &mut step,
+            &self.weights.draft,
+            context,
+            &self.anchors,
+            &self.greedy,
+            steps,
+            &mut |sequence, step, logits| {
+                let request = &wanted[sequence];
+                // The anchor stands at `position`, so the first proposal is for the position after it.
+                draws.proposal(logits, request.sampling, request.position + 1 + step as u32)
+            },
+        )?;
         for (sequence, request) in wanted.iter().enumerate() {
             let proposals = draft::proposals(sequence, steps, request.count_max as usize);
             let first = drafts.tokens.len();
@@ -415,8 +434,16 @@ impl Model for DeepseekV41 {
             self.head(batch.clone()).map_err(failed)?;
             let Self { draws, queue, scratch, shape, row_of, .. } = self;
             let rows = &row_of[batch];
-            let drawn_batch =
-                draws.rows(queue, &scratch.logits, shape.vocab_size, rows, plan, sequences, &mut drawn.rows, &mut drawn.top);
+            let drawn_batch = draws.rows(
+                queue,
+                &scratch.logits,
+                shape.vocab_size,
+                rows,
+                plan,
+                sequences,
+                &mut drawn.rows,
+                &mut drawn.top,
+            );
             drawn_batch.map_err(|error| failed(error.into()))?;
         }
         Ok(())

@@ -53,12 +53,8 @@ impl<'a> Parts<'a> {
 
     fn split(&mut self) -> (Step<'_>, Round<'_>, &super::load::Weights) {
         let model = &mut *self.model;
-        let step = Step {
-            shape: &model.shape,
-            tables: &model.tables,
-            queue: &mut model.queue,
-            scratch: &mut model.scratch,
-        };
+        let step =
+            Step { shape: &model.shape, tables: &model.tables, queue: &mut model.queue, scratch: &mut model.scratch };
         let round = Round {
             rows: &model.rows,
             cache: &mut model.cache,
@@ -197,12 +193,8 @@ impl<'a> Parts<'a> {
         let args = quantise::ArgsInPlace { values: &mut self.model.scratch.taps, rows, columns };
         quantise::launch_in_place(&mut self.model.queue, args)?;
         let model = &mut *self.model;
-        let mut step = Step {
-            shape: &model.shape,
-            tables: &model.tables,
-            queue: &mut model.queue,
-            scratch: &mut model.scratch,
-        };
+        let mut step =
+            Step { shape: &model.shape, tables: &model.tables, queue: &mut model.queue, scratch: &mut model.scratch };
         let context = model.draft.as_mut().expect("the options load the draft head");
         Ok(draft::ingest(&mut step, &model.weights.draft, context, model.rows.full(), &mut model.cache)?)
     }
@@ -213,12 +205,8 @@ impl<'a> Parts<'a> {
         self.rows = self.model.shape.dspark_block_size;
         self.input(x)?;
         let model = &mut *self.model;
-        let mut step = Step {
-            shape: &model.shape,
-            tables: &model.tables,
-            queue: &mut model.queue,
-            scratch: &mut model.scratch,
-        };
+        let mut step =
+            Step { shape: &model.shape, tables: &model.tables, queue: &mut model.queue, scratch: &mut model.scratch };
         let mut set = RowSet::default();
         set.push(0, start..start + self.rows as u32);
         let w = &model.weights.draft.blocks[block];

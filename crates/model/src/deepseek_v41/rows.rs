@@ -353,15 +353,13 @@ mod tests {
         for (index, window) in windows.iter().enumerate() {
             let alone = planned(SMALL, std::slice::from_ref(window), true);
             for layer in 0..SMALL.layer_count {
-                for (name, set, solo) in [
-                    ("keys", together.keys(layer), alone.keys(layer)),
-                    ("out", together.out(layer), alone.out(layer)),
-                ] {
+                for (name, set, solo) in
+                    [("keys", together.keys(layer), alone.keys(layer)), ("out", together.out(layer), alone.out(layer))]
+                {
                     let positions = |set: &RowSet, window: u32| -> Vec<Position> {
                         set.rows.iter().filter(|row| row.window == window).map(|row| row.position).collect()
                     };
-                    let (found, wanted) =
-                        (positions(together.set(set), index as u32), positions(alone.set(solo), 0));
+                    let (found, wanted) = (positions(together.set(set), index as u32), positions(alone.set(solo), 0));
                     assert_eq!(found, wanted, "window {index}, layer {layer}, {name}");
                 }
             }

@@ -79,8 +79,7 @@ impl Scratch {
         let hidden = shape.hidden_size;
         let backbone = attention_shape(shape, 0, shape.index_topk, 0);
         let block = attention_shape(shape, 0, 0, shape.dspark_block_size);
-        let attention =
-            attention::scratch_floats(backbone, threads).max(attention::scratch_floats(block, threads));
+        let attention = attention::scratch_floats(backbone, threads).max(attention::scratch_floats(block, threads));
         let experts = shape.n_routed_experts.max(shape.dspark_n_routed_experts);
         let picks = shape.num_experts_per_tok.max(shape.dspark_num_experts_per_tok);
         Ok(Scratch {
@@ -149,7 +148,12 @@ impl Scratch {
 }
 
 /// Sizes of an attention with these optional keys.
-pub(super) fn attention_shape(shape: &Shape, ring_len: u32, selected_max: usize, block_rows: usize) -> attention::Shape {
+pub(super) fn attention_shape(
+    shape: &Shape,
+    ring_len: u32,
+    selected_max: usize,
+    block_rows: usize,
+) -> attention::Shape {
     attention::Shape {
         heads: shape.num_attention_heads,
         head_dim: shape.head_dim,

@@ -21,7 +21,8 @@ pub struct Case {
 
 impl Case {
     pub fn load(&self, options: Options) -> DeepseekV41 {
-        tf_model::load(Arc::clone(&self.checkpoint), self.token_map.clone(), options, &|_| {}).expect("the checkpoint loads")
+        tf_model::load(Arc::clone(&self.checkpoint), self.token_map.clone(), options, &|_| {})
+            .expect("the checkpoint loads")
     }
 }
 
