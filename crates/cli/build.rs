@@ -3,13 +3,12 @@
 use std::process::Command;
 
 fn main() {
-    println!("cargo::rerun-if-env-changed=TENSORFOLD_COMMIT");
     println!("cargo::rerun-if-changed=build.rs");
     // The log of HEAD changes with every commit and checkout.
     if std::path::Path::new("../../.git/logs/HEAD").exists() {
         println!("cargo::rerun-if-changed=../../.git/logs/HEAD");
     }
-    let given = std::env::var("TENSORFOLD_COMMIT").ok();
+    let given = option_env!("TENSORFOLD_COMMIT").map(str::to_owned);
     let commit = given.or_else(of_checkout).unwrap_or_else(|| "unknown".to_owned());
     println!("cargo::rustc-env=TENSORFOLD_BUILD_COMMIT={commit}");
 }

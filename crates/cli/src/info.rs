@@ -53,8 +53,12 @@ fn levels() -> Vec<&'static str> {
 
 fn machine_json(environment: &Environment) -> Json {
     let memory = machine::memory();
+    let architecture = std::env::consts::ARCH;
+    let cpu = json!({
+        "backend": "cpu", "architecture": architecture, "levels": levels(), "level": Level::best().name(),
+    });
     json!({
-        "devices": [{"backend": "cpu", "architecture": std::env::consts::ARCH, "levels": levels(), "level": Level::best().name()}],
+        "devices": [cpu],
         "cores": machine::physical_cores(),
         "memory_bytes": memory.map(|memory| memory.total),
         "memory_available_bytes": memory.map(|memory| memory.available),
@@ -273,10 +277,11 @@ fn capabilities() -> Json {
         })
         .collect();
     let read = FOREIGN.iter().filter(|(_, honour, _)| *honour == Honour::Read).map(|(name, _, _)| *name);
+    let formats = ["F8_E4M3 with F8_E8M0 tiles of 32x32", "FP4 (I8) with F8_E8M0 groups of 32", "BF16", "F32"];
     json!({
         "schema_version": 1,
         "build": build_json(),
-        "weight_formats": {Family::DeepseekV41.model_type(): ["F8_E4M3 with F8_E8M0 tiles of 32x32", "FP4 (I8) with F8_E8M0 groups of 32", "BF16", "F32"]},
+        "weight_formats": {Family::DeepseekV41.model_type(): formats},
         "options": options,
         "variables": read.collect::<Vec<_>>(),
         "variable_prefix": PREFIX,

@@ -299,6 +299,19 @@ mod tests {
     }
 
     #[test]
+    fn a_raised_budget_never_shrinks_a_window() {
+        let (mut context, mut slots, mut grew) = (0, 0, 0);
+        for mebibytes in 26..60 {
+            let line = format!("serve --threads 1 --memory {mebibytes}MiB");
+            let options = loading_of(&line).unwrap().options;
+            assert!(options.context >= context && options.slots >= slots, "{mebibytes} MiB: {options:?}");
+            grew += u32::from(options.context > context || options.slots > slots);
+            (context, slots) = (options.context, options.slots);
+        }
+        assert!(grew > 2 && context == 8192 && slots == 8);
+    }
+
+    #[test]
     fn what_does_not_fit_is_refused_with_figures_and_flag() {
         for (line, part) in [
             ("serve --context 8193", "--context 8193 is larger than this model's 8192 positions"),
