@@ -27,6 +27,9 @@ fn processor_nanos() -> u64 {
 
 /// Times `rounds` calls and prints one line.
 fn measure(name: &str, rounds: u32, rows: u32, mut round: impl FnMut(u32)) {
+    if rounds == 0 {
+        return;
+    }
     let (started, before) = (Instant::now(), processor_nanos());
     (0..rounds).for_each(&mut round);
     let micros = started.elapsed().as_secs_f64() * 1e6 / f64::from(rounds);
