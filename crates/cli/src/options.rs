@@ -411,6 +411,7 @@ const PULL: &[Command] = &[Command::Pull];
 
 const NO_METRICS: &str = "the server has no metrics yet";
 const NO_PREFIX_CACHE: &str = "prefixes aren't kept across requests yet";
+const NO_SUBCOMMAND: &str = "the bench subcommand that it belongs to isn't built yet";
 const ONE_DEVICE: &str = "it has no effect on the cpu backend";
 
 use Section as S;
@@ -616,34 +617,34 @@ pub const OPTIONS: &[OptionSpec] = &[
     option("time", Kind::Switch, S::Command, CONTRACT, OFF, "times the cases as well"),
     option("laws", Kind::List, S::Command, SELFTEST, DefaultValue::Says("all"), "which laws"),
     option("quick", Kind::Switch, S::Command, SELFTEST, OFF, "fewer cases a law"),
-    option("url", Kind::Text, S::Command, BENCH, DefaultValue::Says("a server of its own"), "server to measure"),
+    option("url", Kind::Text, S::Command, BENCH, DefaultValue::Says("a server of its own"), "server to measure").later(NO_SUBCOMMAND),
     option("format", choice(&["table", "json", "csv", "md"]), S::Command, BENCH, DefaultValue::Is("table"),
         "what is printed"),
-    option("same-prompt", Kind::Switch, S::Command, BENCH, OFF, "all prompts alike"),
+    option("same-prompt", Kind::Switch, S::Command, BENCH, OFF, "all prompts alike").later(NO_SUBCOMMAND),
     option("prompt", Kind::List, S::Command, BENCH, DefaultValue::Says("512,2048"), "decode: prompt lengths"),
     option("tokens", count(1, 1 << 20), S::Command, BENCH, DefaultValue::Says("by subcommand"), "reply tokens"),
     option("rows", Kind::List, S::Command, BENCH, DefaultValue::Says("1,4,16"), "decode: rows a round"),
     option("reps", count(1, 10_000), S::Command, BENCH, DefaultValue::Says("by subcommand"), "repetitions"),
     option("requests", count(1, 1 << 20), S::Command, BENCH, DefaultValue::Is("16"), "serve: requests"),
-    option("concurrency", count(1, 1024), S::Command, BENCH, DefaultValue::Is("4"), "serve: requests at once"),
-    option("rate", number(0.0, 1e6), S::Command, BENCH, NONE, "serve: requests a second, instead of --concurrency"),
-    option("prompt-tokens", count(1, 1 << 20), S::Command, BENCH, DefaultValue::Is("128"), "serve: prompt length"),
+    option("concurrency", count(1, 1024), S::Command, BENCH, DefaultValue::Is("4"), "serve: requests at once").later(NO_SUBCOMMAND),
+    option("rate", number(0.0, 1e6), S::Command, BENCH, NONE, "serve: requests a second, instead of --concurrency").later(NO_SUBCOMMAND),
+    option("prompt-tokens", count(1, 1 << 20), S::Command, BENCH, DefaultValue::Is("128"), "serve: prompt length").later(NO_SUBCOMMAND),
     option("dataset", Kind::File, S::Command, BENCH, NONE, "serve: prompts, a JSON line each"),
     option("levels", Kind::List, S::Command, BENCH, DefaultValue::Says("1,4"), "concurrent: requests at once"),
-    option("temperatures", Kind::List, S::Command, BENCH, DefaultValue::Says("1.0,0"), "concurrent: temperatures"),
-    option("mixed", Kind::Switch, S::Command, BENCH, OFF, "concurrent: prompts of mixed length"),
-    option("alone", Kind::Switch, S::Command, BENCH, OFF, "concurrent: each request again by itself"),
-    option("serial", Kind::Switch, S::Command, BENCH, OFF, "concurrent: each request again without drafts"),
-    option("no-seed", Kind::Switch, S::Command, BENCH, OFF, "concurrent: derived seeds"),
-    option("stagger-ms", count(0, 1 << 20), S::Command, BENCH, DefaultValue::Is("0"),
-        "concurrent: time between starts"),
-    option("repeats", count(1, 1000), S::Command, BENCH, DefaultValue::Is("2"), "cache: repetitions of the first row"),
-    option("streams", count(1, 1024), S::Command, BENCH, DefaultValue::Is("2"), "cache: concurrent rows"),
-    option("prompt-file", Kind::File, S::Command, BENCH, NONE, "cache: JSON list of token ids"),
+    option("temperatures", Kind::List, S::Command, BENCH, DefaultValue::Says("1.0,0"), "concurrent: temperatures").later(NO_SUBCOMMAND),
+    option("mixed", Kind::Switch, S::Command, BENCH, OFF, "concurrent: prompts of mixed length").later(NO_SUBCOMMAND),
+    option("alone", Kind::Switch, S::Command, BENCH, OFF, "concurrent: each request again by itself").later(NO_SUBCOMMAND),
+    option("serial", Kind::Switch, S::Command, BENCH, OFF, "concurrent: each request again without drafts").later(NO_SUBCOMMAND),
+    option("no-seed", Kind::Switch, S::Command, BENCH, OFF, "concurrent: derived seeds").later(NO_SUBCOMMAND),
+    option("stagger-ms", count(0, 1 << 20), S::Command, BENCH, DefaultValue::Is("0"), "concurrent: time between starts")
+        .later(NO_SUBCOMMAND),
+    option("repeats", count(1, 1000), S::Command, BENCH, DefaultValue::Is("2"), "cache: repetitions of the first row").later(NO_SUBCOMMAND),
+    option("streams", count(1, 1024), S::Command, BENCH, DefaultValue::Is("2"), "cache: concurrent rows").later(NO_SUBCOMMAND),
+    option("prompt-file", Kind::File, S::Command, BENCH, NONE, "cache: JSON list of token ids").later(NO_SUBCOMMAND),
     option("expected-prompt-tokens", count(1, 1 << 30), S::Command, BENCH, NONE,
-        "cache: the prompt must have this length"),
-    option("require-cold", Kind::Switch, S::Command, BENCH, OFF, "cache: fails unless the first row was cold"),
-    option("require-reuse", Kind::Switch, S::Command, BENCH, OFF, "cache: fails unless later rows were reused"),
+        "cache: the prompt must have this length").later(NO_SUBCOMMAND),
+    option("require-cold", Kind::Switch, S::Command, BENCH, OFF, "cache: fails unless the first row was cold").later(NO_SUBCOMMAND),
+    option("require-reuse", Kind::Switch, S::Command, BENCH, OFF, "cache: fails unless later rows were reused").later(NO_SUBCOMMAND),
     option("include", Kind::Text, S::Command, PULL, NONE, "files to fetch").repeatable(),
     option("exclude", Kind::Text, S::Command, PULL, NONE, "files to leave out").repeatable(),
     option("jobs", count(1, 16), S::Command, PULL, DefaultValue::Is("8"), "ranges at once"),
@@ -823,52 +824,4 @@ pub fn find(command: Command, flag: &str) -> Option<&'static OptionSpec> {
 }
 
 #[cfg(test)]
-mod tests {
-    use std::collections::HashSet;
-
-    use super::*;
-    use crate::arguments::parse_value;
-
-    #[test]
-    fn every_name_means_one_thing_in_a_command() {
-        for command in Command::ALL {
-            let mut names = HashSet::new();
-            for spec in OPTIONS.iter().filter(|spec| spec.commands.contains(&command)) {
-                assert!(names.insert(format!("--{}", spec.flag)), "{}: --{}", command.name(), spec.flag);
-                for alias in spec.aliases {
-                    assert!(names.insert(alias.name.to_owned()), "{}: {}", command.name(), alias.name);
-                }
-            }
-            for name in PASTED.iter().map(|pasted| pasted.name).chain(SECOND_WAVE_FLAGS.iter().copied()) {
-                assert!(!names.contains(name), "{}: {name} is an option of ours", command.name());
-            }
-        }
-    }
-
-    #[test]
-    fn defaults_are_values_of_their_options() {
-        let mut checked = 0;
-        for spec in OPTIONS.iter().filter(|spec| spec.later.is_empty()) {
-            if let DefaultValue::Is(value) = spec.default {
-                assert!(parse_value(spec.kind, value).is_ok(), "--{} {value}", spec.flag);
-                checked += 1;
-            }
-        }
-        assert!(checked > 30, "{checked}");
-    }
-
-    #[test]
-    fn commands_have_one_spelling_and_refusals_say_why() {
-        for (name, part) in [
-            ("convert", "not offered: the release's own files are served"),
-            ("plan", "not built yet; `info MODEL` shows the memory plan"),
-            ("serv", "Did you mean serve?"),
-            ("xyzzy", "xyzzy is not a command. `tensorfold --help`"),
-        ] {
-            let error = Command::parse(name).unwrap_err();
-            assert!(error.contains(part), "{name}: {error}");
-        }
-        assert_eq!(Command::parse("ls"), Ok(Command::Models));
-        assert_eq!(Command::parse("show"), Ok(Command::Info));
-    }
-}
+mod tests;
