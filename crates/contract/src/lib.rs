@@ -24,12 +24,16 @@ use tf_kernels::families::CONTRACTS;
 
 /// What `tf-kernel-contract` and `tensorfold contract` do. Success only where everything asked for holds.
 pub fn run(options: &Options) -> ExitCode {
+    ExitCode::from(execute(options))
+}
+
+/// As [`run`], the status as a number: 0 where all holds, 1 where something does not, 2 where the question was wrong.
+pub fn execute(options: &Options) -> u8 {
     match perform(options) {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
+        Ok(holds) => u8::from(!holds),
         Err(text) => {
             eprintln!("{text}");
-            ExitCode::from(2)
+            2
         }
     }
 }
@@ -51,7 +55,7 @@ fn perform(options: &Options) -> Result<bool, String> {
     std::panic::set_hook(Box::new(|_| {}));
     if let Some(text) = &options.replay {
         let replay = Replay::parse(text)?;
-        println!("{}", replay.command());
+        println!("{}", replay.command(options.program));
         return Ok(match run::replay(CONTRACTS, &replay) {
             Ok(tally) => {
                 println!("pass: {} launches, {} elements compared", tally.launches, tally.compared);

@@ -14,6 +14,9 @@ pub enum Backend {
 /// Proves the registered kernels on this machine.
 #[derive(Args, Clone, Debug)]
 pub struct Options {
+    /// The program that was asked, as the summary names it.
+    #[arg(skip = "tf-kernel-contract")]
+    pub program: &'static str,
     /// Backend whose kernels are proved.
     #[arg(long, value_enum, default_value = "cpu")]
     pub backend: Backend,
@@ -40,7 +43,7 @@ pub struct Options {
 impl Options {
     /// The command line that gives these options, as the summary names it.
     pub fn command(&self) -> String {
-        let mut command = format!("tf-kernel-contract --only {}", self.only);
+        let mut command = format!("{} --only {}", self.program, self.only);
         if self.seeds > 0 {
             command.push_str(&format!(" --seeds {}", self.seeds));
         }

@@ -208,6 +208,9 @@ pub fn compare_rows(
 
 /// Runs one gate over a world.
 pub fn check(gate: Gate, probe: &mut Probe<'_>) -> Result<(), Failure> {
+    if probe.row_count == 0 {
+        return Err(Failure::Broken("the case has no rows".to_owned()));
+    }
     match gate {
         Gate::Value => crate::gates::value::check(probe),
         Gate::Geometry => crate::gates::geometry::check(probe),

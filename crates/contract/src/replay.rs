@@ -35,8 +35,8 @@ impl Replay {
     }
 
     /// The command line that replays the case alone.
-    pub fn command(&self) -> String {
-        format!("tf-kernel-contract --replay '{}'", self.text())
+    pub fn command(&self, program: &str) -> String {
+        format!("{program} --replay '{}'", self.text())
     }
 
     /// Reads [`Replay::text`].

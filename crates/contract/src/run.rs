@@ -76,7 +76,7 @@ pub fn report(
     let mut queues = Queues::default();
     let ceiling = options.time.then(|| timing::read_ceiling(report.machine.cores));
     for contract in contracts {
-        let mut kernel = prove(contract, &report.seeds, known, &mut queues);
+        let mut kernel = prove(options.program, contract, &report.seeds, known, &mut queues);
         if let Some(ceiling) = ceiling
             && kernel.passed()
         {
@@ -118,11 +118,11 @@ fn gone(kernels: &[KernelReport], known: &[Known]) -> Vec<String> {
 }
 
 /// All gates over all cases, then all controls.
-fn prove(contract: &Contract, seeds: &[u64], known: &[Known], queues: &mut Queues) -> KernelReport {
+fn prove(program: &str, contract: &Contract, seeds: &[u64], known: &[Known], queues: &mut Queues) -> KernelReport {
     let started = Instant::now();
     let gates = Gate::ALL.map(|gate| {
         let seeds = if gate == Gate::Value { seeds } else { &seeds[..1] };
-        gate_over_cases(contract, gate, seeds, known, queues)
+        gate_over_cases(program, contract, gate, seeds, known, queues)
     });
     let mut controls = Vec::new();
     for control in contract.all_controls() {
@@ -144,7 +144,7 @@ fn prove(contract: &Contract, seeds: &[u64], known: &[Known], queues: &mut Queue
     }
 }
 
-fn gate_over_cases(contract: &Contract, gate: Gate, seeds: &[u64], known: &[Known], queues: &mut Queues) -> GateReport {
+fn gate_over_cases(program: &str, contract: &Contract, gate: Gate, seeds: &[u64], known: &[Known], queues: &mut Queues) -> GateReport {
     let mut report = GateReport {
         gate: gate.name(),
         status: Status::Pass,
@@ -172,7 +172,7 @@ fn gate_over_cases(contract: &Contract, gate: Gate, seeds: &[u64], known: &[Know
                 } else if !accepted && report.status != Status::Fail {
                     report.status = Status::Fail;
                     report.failure = format!("case {}, seed {seed}: {}", case.name, failure.text());
-                    report.replay = Replay::new(contract, case, gate, seed, None).command();
+                    report.replay = Replay::new(contract, case, gate, seed, None).command(program);
                 }
             }
         }

@@ -1,0 +1,27 @@
+//! `contract`: the kernel contract on this machine, the same run as the program `tf-kernel-contract`.
+
+use tf_contract::{Backend, Options};
+
+use crate::arguments::{Arguments, Mistakes};
+use crate::failure::Failure;
+
+pub fn run(arguments: &Arguments) -> Result<(), Failure> {
+    if let Some(word) = arguments.positionals.first() {
+        return Err(Mistakes(vec![format!("{word:?} is one argument too many")]).into());
+    }
+    let options = Options {
+        program: "tensorfold contract",
+        backend: Backend::Cpu,
+        only: arguments.text("only").unwrap_or(tf_contract::run::ALL).to_owned(),
+        list: arguments.is_on("list"),
+        json: arguments.text("json").map(Into::into),
+        replay: arguments.text("replay").map(str::to_owned),
+        time: arguments.is_on("time"),
+        seeds: arguments.count("seeds").unwrap_or(0) as usize,
+    };
+    match tf_contract::execute(&options) {
+        0 => Ok(()),
+        // What went wrong has been said, line by line.
+        code => Err(Failure { code, text: String::new() }),
+    }
+}
