@@ -4,6 +4,8 @@
 //! Knows no kernel, no shape and no model; a kernel family matches on the queue and finds its backend's own types.
 
 pub mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod error;
 mod log;
 

@@ -47,6 +47,37 @@ __device__ __forceinline__ void stage_inputs(
     }
 }
 
+// The winners of all blocks; the last block writes the indices and leaves everything zero again. Integer maxima: any order
+// gives the same winner.
+__device__ __forceinline__ void finish_argmax(const LinearArgs& args, const u64 (&best)[4][2], int tiles) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int tile = 0; tile < 4; tile++) {
+        if (tile < tiles) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                u64 key = best[tile][i];
+                for (int step = 4; step < 32; step *= 2) key = best_of(key, __shfl_xor_sync(~0u, key, step));
+                const int token = tile * 8 + 2 * (lane % 4) + i;
+                if (lane < 4 && token < args.rows && key) atomicMax(args.best + token, key);
+            }
+        }
+    }
+    __syncthreads();
+    __shared__ u32 arrived;
+    if (threadIdx.x == 0) {
+        __threadfence();
+        arrived = arrive(args.counters + args.slabs);
+    }
+    __syncthreads();
+    if (arrived + 1 != gridDim.x) return;
+    for (int token = threadIdx.x; token < args.rows; token += blockDim.x) {
+        const u64 key = atomicExch(args.best + token, 0);
+        args.best_index[token] = ~(u32)key;
+    }
+    if (threadIdx.x == 0) args.counters[args.slabs] = 0;
+}
+
 // DEPTH: blocks that a warp has in flight. WHOLE: every chunk is a multiple of DEPTH blocks.
 template <class Format, int DEPTH, bool WHOLE>
 __device__ __forceinline__ void slab_linear(const LinearArgs& args) {
@@ -196,31 +227,7 @@ __device__ __forceinline__ void slab_linear(const LinearArgs& args) {
             }
         }
     }
-    if (!Format::ARGMAX || !args.best) return;
-    // Integer maxima: any order gives the same winner.
-#pragma unroll
-    for (int tile = 0; tile < 4; tile++) {
-        if (tile < tiles) {
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                u64 key = best[tile][i];
-                for (int step = 4; step < 32; step *= 2) key = best_of(key, __shfl_xor_sync(~0u, key, step));
-                const int token = tile * 8 + 2 * (lane % 4) + i;
-                if (lane < 4 && token < args.rows && key) atomicMax(args.best + token, key);
-            }
-        }
+    if constexpr (Format::ARGMAX) {
+        if (args.best) finish_argmax(args, best, tiles);
     }
-    __syncthreads();
-    __shared__ u32 arrived;
-    if (threadIdx.x == 0) {
-        __threadfence();
-        arrived = arrive(args.counters + args.slabs);
-    }
-    __syncthreads();
-    if (arrived + 1 != gridDim.x) return;
-    for (int token = threadIdx.x; token < args.rows; token += blockDim.x) {
-        const u64 key = atomicExch(args.best + token, 0);
-        args.best_index[token] = ~(u32)key;
-    }
-    if (threadIdx.x == 0) args.counters[args.slabs] = 0;
 }

@@ -1,0 +1,233 @@
+//! Kernels from cubins, and their launches.
+
+use super::error::{CudaError, check};
+use super::gpu::{Context, Gpu};
+use cudarc::driver::sys::{self, CUfunction_attribute as Attribute};
+use std::ffi::{CString, c_void};
+use std::sync::Arc;
+
+/// A loaded cubin.
+#[derive(Debug)]
+pub struct Module {
+    module: sys::CUmodule,
+    inner: Arc<Context>,
+}
+
+// SAFETY: a module is a handle of the driver, which locks its own state.
+unsafe impl Send for Module {}
+// SAFETY: as above.
+unsafe impl Sync for Module {}
+
+impl Module {
+    /// Loads a cubin that was compiled for [`Gpu::target`].
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`] when it was made for another GPU or is no cubin.
+    pub fn load(gpu: &Gpu, cubin: &[u8]) -> Result<Module, CudaError> {
+        gpu.inner.enter()?;
+        let mut module = std::ptr::null_mut();
+        // A cubin is an ELF file, which says its own length; the terminator is there should it be text.
+        let mut image = cubin.to_vec();
+        image.push(0);
+        // SAFETY: the driver reads the image during the call only.
+        check("cuModuleLoadData", unsafe { sys::cuModuleLoadData(&mut module, image.as_ptr().cast()) })?;
+        Ok(Module { module, inner: gpu.inner.clone() })
+    }
+
+    /// A kernel by its name, with the sizes of its arguments.
+    ///
+    /// # Errors
+    /// [`CudaError::NoKernel`].
+    pub fn kernel(self: &Arc<Self>, name: &str) -> Result<Kernel, CudaError> {
+        self.inner.enter()?;
+        let missing = || CudaError::NoKernel { kernel: name.to_string() };
+        let symbol = CString::new(name).map_err(|_| missing())?;
+        let mut function = std::ptr::null_mut();
+        // SAFETY: the module is loaded and the name terminated.
+        let result = unsafe { sys::cuModuleGetFunction(&mut function, self.module, symbol.as_ptr()) };
+        if result == sys::CUresult::CUDA_ERROR_NOT_FOUND {
+            return Err(missing());
+        }
+        check("cuModuleGetFunction", result)?;
+        let attribute = |which: Attribute| -> Result<usize, CudaError> {
+            let mut value = 0;
+            // SAFETY: writes one integer about an existing function.
+            check("cuFuncGetAttribute", unsafe { sys::cuFuncGetAttribute(&mut value, which, function) })?;
+            Ok(usize::try_from(value).unwrap_or(0))
+        };
+        let mut argument_bytes = Vec::new();
+        loop {
+            let (mut offset, mut bytes) = (0, 0);
+            // SAFETY: writes two sizes; an index past the last argument is answered with an error.
+            let result = unsafe { sys::cuFuncGetParamInfo(function, argument_bytes.len(), &mut offset, &mut bytes) };
+            if result == sys::CUresult::CUDA_ERROR_INVALID_VALUE {
+                break;
+            }
+            check("cuFuncGetParamInfo", result)?;
+            argument_bytes.push(bytes);
+        }
+        Ok(Kernel {
+            name: name.to_string(),
+            function,
+            argument_bytes,
+            registers: attribute(Attribute::CU_FUNC_ATTRIBUTE_NUM_REGS)?,
+            local_bytes: attribute(Attribute::CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)?,
+            static_shared_bytes: attribute(Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)?,
+            threads_max: attribute(Attribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK)?,
+            module: self.clone(),
+        })
+    }
+}
+
+impl Drop for Module {
+    fn drop(&mut self) {
+        if self.inner.enter().is_ok() {
+            // SAFETY: loaded in `load` and unloaded once; kernels keep the module alive.
+            unsafe { sys::cuModuleUnload(self.module) };
+        }
+    }
+}
+
+/// One kernel of a module, with the compiler's figures.
+#[derive(Clone, Debug)]
+pub struct Kernel {
+    pub name: String,
+    pub registers: usize,
+    pub local_bytes: usize,
+    pub static_shared_bytes: usize,
+    pub threads_max: usize,
+    argument_bytes: Vec<usize>,
+    function: sys::CUfunction,
+    module: Arc<Module>,
+}
+
+// SAFETY: a function is a handle into its module, which is kept.
+unsafe impl Send for Kernel {}
+// SAFETY: as above.
+unsafe impl Sync for Kernel {}
+
+/// One argument: a number, an address or a struct of them, laid out as C does.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Parameter {
+    bytes: Vec<u8>,
+    alignment: usize,
+}
+
+impl Parameter {
+    pub fn new() -> Parameter {
+        Parameter::default()
+    }
+
+    pub fn address(self, value: u64) -> Parameter {
+        self.push(&value.to_ne_bytes())
+    }
+
+    pub fn int(self, value: usize) -> Parameter {
+        // Kernels count in 32 bits; launchers check limits far below.
+        self.push(&i32::try_from(value).unwrap_or(i32::MAX).to_ne_bytes())
+    }
+
+    pub fn float(self, value: f32) -> Parameter {
+        self.push(&value.to_ne_bytes())
+    }
+
+    fn push(mut self, value: &[u8]) -> Parameter {
+        self.alignment = self.alignment.max(value.len());
+        self.bytes.resize(self.bytes.len().next_multiple_of(value.len()), 0);
+        self.bytes.extend_from_slice(value);
+        self
+    }
+
+    fn padded(&self) -> Vec<u8> {
+        let mut bytes = self.bytes.clone();
+        bytes.resize(bytes.len().next_multiple_of(self.alignment.max(1)), 0);
+        bytes
+    }
+}
+
+/// How a launch is cut.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Shape {
+    pub blocks: usize,
+    pub threads: usize,
+    /// Dynamic shared memory of a block.
+    pub shared_bytes: usize,
+    /// Starts while the launch before it still runs. The kernel itself waits before it reads what that one writes.
+    pub overlap: bool,
+}
+
+impl Gpu {
+    /// Puts one launch into the stream.
+    ///
+    /// # Errors
+    /// [`CudaError::Limit`] and [`CudaError::Argument`] before anything is launched; [`CudaError::Driver`].
+    pub fn launch(&self, kernel: &Kernel, shape: Shape, parameters: &[Parameter]) -> Result<(), CudaError> {
+        let limit = |what, found: usize, max: usize| {
+            let (found, max) = (found as u64, max as u64);
+            let refused = CudaError::Limit { kernel: kernel.name.clone(), what, found, max };
+            if found <= max { Ok(()) } else { Err(refused) }
+        };
+        limit("the block's thread count", shape.threads, kernel.threads_max)?;
+        limit("the grid's block count", shape.blocks, i32::MAX as usize)?;
+        let shared_max = self.shared_bytes_max.saturating_sub(kernel.static_shared_bytes);
+        limit("the block's shared memory", shape.shared_bytes, shared_max)?;
+        let mut images: Vec<Vec<u8>> = parameters.iter().map(Parameter::padded).collect();
+        for index in 0..images.len().max(kernel.argument_bytes.len()) {
+            let found = images.get(index).map_or(0, Vec::len);
+            let expected = kernel.argument_bytes.get(index).copied().unwrap_or(0);
+            if found != expected {
+                return Err(CudaError::Argument { kernel: kernel.name.clone(), index, found, expected });
+            }
+        }
+        if !Arc::ptr_eq(&kernel.module.inner, &self.inner) {
+            return Err(CudaError::OtherDevice { kernel: kernel.name.clone() });
+        }
+        self.inner.enter()?;
+        if shape.shared_bytes > 48 << 10 {
+            let which = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            // SAFETY: sets one integer of an existing function; the value is within the device's limit, checked above.
+            check("cuFuncSetAttribute", unsafe {
+                sys::cuFuncSetAttribute(kernel.function, which, shape.shared_bytes as i32)
+            })?;
+        }
+        let mut pointers: Vec<*mut c_void> = images.iter_mut().map(|image| image.as_mut_ptr().cast()).collect();
+        let mut attribute = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let overlap = shape.overlap && self.capability.0 >= 9;
+        let config = sys::CUlaunchConfig {
+            gridDimX: shape.blocks as u32,
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: shape.threads as u32,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: shape.shared_bytes as u32,
+            hStream: self.inner.stream,
+            attrs: &mut attribute,
+            numAttrs: u32::from(overlap),
+        };
+        // SAFETY: every argument has the kernel's own size, checked above, and is copied during the call.
+        check("cuLaunchKernelEx", unsafe {
+            sys::cuLaunchKernelEx(&config, kernel.function, pointers.as_mut_ptr(), std::ptr::null_mut())
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_struct_is_laid_out_as_c_does() {
+        let parameter = Parameter::new().int(7).address(0x0102_0304_0506_0708).float(1.0);
+        let mut expected = vec![7, 0, 0, 0, 0, 0, 0, 0];
+        expected.extend(0x0102_0304_0506_0708_u64.to_ne_bytes());
+        expected.extend(1.0_f32.to_ne_bytes());
+        expected.extend([0; 4]);
+        assert_eq!(parameter.padded(), expected);
+        assert_eq!(Parameter::new().int(3).padded().len(), 4);
+    }
+}
