@@ -4,6 +4,7 @@ mod answer;
 mod arguments;
 mod bench;
 mod build;
+mod contract;
 mod demo;
 mod evaluate;
 mod failure;
@@ -22,6 +23,7 @@ mod reference;
 mod render;
 mod resolve;
 mod run;
+mod selftest;
 mod serve;
 
 use std::process::ExitCode;
@@ -65,11 +67,10 @@ fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failure> 
         }
         Command::Serve => serve::run(arguments, environment),
         Command::Run => run::run(arguments, environment),
+        Command::Selftest => selftest::run(arguments, environment),
         Command::Bench => bench::run(arguments, environment),
         Command::Logits => logits::run(arguments, environment),
-        Command::Contract | Command::Selftest => {
-            Err(not_built(arguments.command, "`tensorfold --help` lists the commands"))
-        }
+        Command::Contract => contract::run(arguments),
     }
 }
 

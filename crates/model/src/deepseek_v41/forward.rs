@@ -59,7 +59,7 @@ pub(super) struct Step<'a> {
 /// What follows from the configuration and the tokenizer alone.
 #[derive(Debug)]
 pub(super) struct Tables {
-    hash: EngramHash,
+    pub hash: EngramHash,
     /// RoPE frequencies of window-only layers and draft blocks, and of layers with a compressed cache.
     plain: Vec<f32>,
     compressed: Vec<f32>,

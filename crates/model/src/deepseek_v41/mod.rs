@@ -7,6 +7,7 @@ pub mod engram;
 pub mod fault;
 mod forward;
 mod inspect;
+pub mod laws;
 pub mod load;
 pub mod memory;
 mod model;

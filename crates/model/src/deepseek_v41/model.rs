@@ -200,6 +200,11 @@ impl DeepseekV41 {
         })
     }
 
+    /// What a model was made from, for another one with other options.
+    pub fn into_parts(self) -> (Shape, Weights, EngramHash) {
+        (self.shape, self.weights, self.tables.hash)
+    }
+
     pub fn shape(&self) -> &Shape {
         &self.shape
     }

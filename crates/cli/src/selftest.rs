@@ -1,0 +1,129 @@
+//! `selftest`: proves the laws of exactness on this machine, backend and model. A line a law with what was exercised, and
+//! one digest over the compared bits, the same on every run of the same build and model.
+
+use std::time::Instant;
+
+use serde_json::json;
+use sha2::{Digest, Sha256};
+use tf_device::Device;
+use tf_model::deepseek_v41::Fault;
+use tf_model::deepseek_v41::laws::{LAWS, Law, Subject};
+use tf_model::deepseek_v41::load::Weights;
+
+use crate::arguments::{Arguments, Mistakes};
+use crate::failure::{Failure, print};
+use crate::load;
+use crate::options::Environment;
+
+/// Where the laws' tokens come from: any text will do, this one has words, numbers, lists and marks.
+const TEXT: &str = "A sheltered port is a harbor; 12 + 30 = 42, and the code of Iris is SK72. {\"city\": \"Rome\", \"job\": \
+    \"singer\"} Monday, Tuesday, Wednesday: three days. Read these lines, then count from 97 to 103 and spell the word. \
+    The storm grounded the ship, she shook the salt out of the salt shaker, and nobody asked why.";
+
+/// A law that one device can't show.
+const NOT_APPLICABLE: &[(&str, &str, &str)] = &[("L6", "ranks", "one device: there are no ranks to compare")];
+
+pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failure> {
+    crate::logs::start(arguments);
+    let (located, rest) = load::located(arguments, environment, false)?;
+    if let Some(word) = rest.first() {
+        return Err(Mistakes(vec![format!("{word:?} is one argument too many")]).into());
+    }
+    let wanted = wanted(arguments)?;
+    let checked = load::checked(&located, arguments)?;
+    let options = checked.loading.options.clone();
+    let tokens = checked.tokenizer.encode_plain(TEXT).map_err(|error| Failure::run_time(error.to_string()))?;
+    let weights = Weights::load(
+        std::sync::Arc::clone(&checked.checkpoint),
+        &checked.shape,
+        &Device::cpu(),
+        options.threads,
+        &|_| {},
+    )
+    .map_err(|error| Failure::run_time(error.to_string()))?;
+    let mut subject = Subject::new(checked.shape.clone(), weights, checked.hash.clone(), options.clone(), &tokens)
+        .map_err(Failure::run_time)?;
+    subject.is_quick = arguments.is_on("quick");
+
+    let is_json = arguments.is_on("json");
+    let mut total = Sha256::new();
+    let (mut passed, mut failed, mut skipped) = (0, 0, 0);
+    for law in LAWS.iter().filter(|law| wanted.contains(&law.id)) {
+        let started = Instant::now();
+        let result = (law.run)(&subject, Fault::None);
+        let seconds = started.elapsed().as_secs_f64();
+        let line = match result {
+            Ok(evidence) => {
+                passed += 1;
+                total.update(evidence.digest());
+                let digest = hex(&evidence.digest()[..8]);
+                match is_json {
+                    true => json!({"law": law.id, "title": law.title, "result": "pass", "digest": digest,
+                        "exercised": evidence.counts.iter().map(|(name, count)| ((*name).to_owned(), *count)).collect::<std::collections::BTreeMap<_, _>>()})
+                    .to_string(),
+                    false => {
+                        let shown: Vec<String> = evidence.counts.iter().map(|(name, count)| format!("{count} {name}")).collect();
+                        format!("PASS {:<2} {:<32} {digest}  {} ({seconds:.1} s)", law.id, law.title, shown.join(", "))
+                    }
+                }
+            }
+            Err(difference) => {
+                failed += 1;
+                total.update(difference.as_bytes());
+                verdict(is_json, law, "FAIL", &difference)
+            }
+        };
+        print(&format!("{line}\n"))?;
+    }
+    for (id, title, reason) in NOT_APPLICABLE.iter().filter(|(id, ..)| wanted.contains(id)) {
+        skipped += 1;
+        let line = match is_json {
+            true => json!({"law": id, "title": title, "result": "not applicable", "reason": reason}).to_string(),
+            false => format!("-    {id:<2} {title:<32} not applicable: {reason}"),
+        };
+        print(&format!("{line}\n"))?;
+    }
+    let digest = hex(&total.finalize());
+    let line = match is_json {
+        true => json!({"passed": passed, "failed": failed, "not_applicable": skipped, "model": checked.name,
+            "fingerprint": checked.fingerprint, "backend": "cpu", "digest": digest})
+        .to_string(),
+        false => format!(
+            "{}: {passed} passed, {failed} failed, {skipped} not applicable; {} on cpu; digest {digest}",
+            if failed == 0 { "PASS" } else { "FAIL" },
+            checked.name
+        ),
+    };
+    print(&format!("{line}\n"))?;
+    match failed {
+        0 => Ok(()),
+        _ => Err(Failure { code: 1, text: String::new() }),
+    }
+}
+
+fn verdict(is_json: bool, law: &Law, result: &str, difference: &str) -> String {
+    match is_json {
+        true => json!({"law": law.id, "title": law.title, "result": "fail", "difference": difference}).to_string(),
+        false => format!("{result} {:<2} {:<32} {difference}", law.id, law.title),
+    }
+}
+
+/// The laws that were asked for, all without `--laws`.
+fn wanted(arguments: &Arguments) -> Result<Vec<&'static str>, Failure> {
+    let mut known: Vec<&'static str> =
+        LAWS.iter().map(|law| law.id).chain(NOT_APPLICABLE.iter().map(|(id, ..)| *id)).collect();
+    known.dedup();
+    let Some(names) = arguments.list("laws") else { return Ok(known) };
+    let mut wanted = Vec::new();
+    for name in names {
+        match known.iter().find(|id| id.eq_ignore_ascii_case(name.trim())) {
+            Some(id) => wanted.push(*id),
+            None => return Err(Mistakes(vec![format!("--laws takes {}, not {name:?}", known.join(","))]).into()),
+        }
+    }
+    Ok(wanted)
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|byte| format!("{byte:02x}")).collect()
+}
