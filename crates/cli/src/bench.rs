@@ -65,6 +65,9 @@ pub fn record(command: &str, checked: &Checked, options: &Options, extra: &[(&st
         device: format!("cpu {} {}, {} threads", std::env::consts::ARCH, options.level.name(), options.threads),
         options: settings.iter().chain(extra).map(owned).collect(),
         rows: Vec::new(),
+        replies: Vec::new(),
+        checks: Vec::new(),
+        digest: None,
     }
 }
 
