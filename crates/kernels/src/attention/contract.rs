@@ -77,6 +77,8 @@ const CONTROLS: &[Control] = &[
 const BASE: f64 = 1e4;
 const ENTRIES_PER_PAGE: usize = 8;
 const RATIO: usize = 2;
+/// Consecutive rows of a sequence: more than a thread decodes keys for at once.
+const SEQUENCE: usize = 43;
 
 /// Sequences of stored keys, and rows (or whole draft blocks) that attend over them. A world's row is one causal row, or one
 /// draft block.
@@ -100,7 +102,7 @@ fn make(case: &Case, seed: u64) -> Box<dyn World> {
     let mut values = Values::new(seed);
     let (heads, head_dim, window) = (case.size("heads"), case.size("head_dim"), case.size("window"));
     let (block, selected) = (case.size("block").max(1), case.size("selected"));
-    let (sequences, length) = (case.rows.div_ceil(16), 48 + block);
+    let (sequences, length) = (case.rows.div_ceil(SEQUENCE), 80 + block);
     let mut records = Vec::new();
     for _ in 0..sequences * length {
         records.extend(values.e4m3(head_dim));
@@ -114,9 +116,9 @@ fn make(case: &Case, seed: u64) -> Box<dyn World> {
     }
     let row = |row: usize| {
         // Consecutive rows of a sequence, from its start or from its middle; blocks stand alone.
-        let (sequence, place) = (row / 16, row % 16);
+        let (sequence, place) = (row / SEQUENCE, row % SEQUENCE);
         let position = if block > 1 {
-            1 + (row * 11 % 40)
+            1 + (row * 11 % 60)
         } else if sequence % 2 == 0 {
             place
         } else {

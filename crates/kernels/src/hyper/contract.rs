@@ -20,8 +20,16 @@ pub const ENTER: Contract = Contract {
     order: "function @ X: one accumulator of 16 lanes; squares: 4 accumulators; lanes fold by halves; streams added in index order, unfused",
     bound: "streams and u: 9 U of absolute terms, bf16; z: (hidden / 4 + 8) U of absolute products and the norm; sinkhorn is nonexpansive in the projective metric, so errors of z and 12 U an iteration add up, times 4",
     cases: &[
-        Case { name: "wide", rows: 128, sizes: &[("hidden", 128), ("expand", 1), ("iterations", 20)] },
-        Case { name: "first sublayer", rows: 9, sizes: &[("hidden", 96), ("expand", 0), ("iterations", 3)] },
+        Case {
+            name: "wide",
+            rows: 128,
+            sizes: &[("hidden", 128), ("expand", 1), ("iterations", 20), ("hc_eps_millionths", 1)],
+        },
+        Case {
+            name: "first sublayer",
+            rows: 9,
+            sizes: &[("hidden", 96), ("expand", 0), ("iterations", 3), ("hc_eps_millionths", 10_000)],
+        },
     ],
     make: |case, seed| Box::new(Enter(make(case, seed))),
     limits: &[],
@@ -29,6 +37,7 @@ pub const ENTER: Contract = Contract {
         Control::value("takes comb transposed"),
         Control::value("eps in bf16"),
         Control::value("one normalisation too few"),
+        Control::value("leaves eps of the mixes out"),
         Control::value("collapses with the mix of the next row"),
         Control::value("leaves post out"),
     ],
@@ -91,13 +100,13 @@ pub const TAP: Contract = Contract {
     standard: STANDARD_CONTROLS,
 };
 
-const HC_EPS: f32 = 1e-6;
 const NORM_EPS: f32 = 1e-6;
 
 struct Streams {
     hidden: usize,
     expand: bool,
     iterations: u32,
+    hc_eps: f32,
     y: Vec<f32>,
     streams: Vec<f32>,
     mix: Vec<f32>,
@@ -123,6 +132,7 @@ fn make(case: &Case, seed: u64) -> Streams {
         hidden,
         expand: case.size("expand") == 1,
         iterations: case.size("iterations") as u32,
+        hc_eps: case.size("hc_eps_millionths") as f32 * 1e-6,
         y: rows_of(&mut values, hidden),
         streams: rows_of(&mut values, STREAMS * hidden),
         mix: positive(&mut values, rows * STREAMS),
@@ -199,7 +209,7 @@ impl Streams {
         let constants = MixConstants {
             hc: STREAMS,
             iterations: self.iterations as usize,
-            hc_eps: f64::from(HC_EPS),
+            hc_eps: f64::from(self.hc_eps),
             rms_eps: f64::from(NORM_EPS),
         };
         let mixes = reference::mixes(values, &function, &scale, &base, constants);
@@ -293,6 +303,7 @@ impl World for Enter {
         let mut quantised = stage.output::<f32>("quantised", rows * hidden);
         let mut scratch = stage.poisoned::<f32>("scratch", rows * SCRATCH_FLOATS);
         let iterations = world.iterations - u32::from(fault.is("one normalisation too few"));
+        let hc_eps = if fault.is("leaves eps of the mixes out") { 0.0 } else { world.hc_eps };
         let args = EnterArgs {
             y: world.expand.then_some(&y.buffer),
             streams: &mut streams.buffer,
@@ -301,7 +312,7 @@ impl World for Enter {
             comb: &mut comb.buffer,
             weights: MixWeights { function: &function.buffer, base: &base.buffer, scale: &scale.buffer },
             norm: &norm.buffer,
-            constants: Constants { iterations, hc_eps: HC_EPS, norm_eps: Streams::planted_eps(fault) },
+            constants: Constants { iterations, hc_eps, norm_eps: Streams::planted_eps(fault) },
             rows,
             hidden,
             normed: Some(&mut normed.buffer),

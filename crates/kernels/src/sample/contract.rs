@@ -13,7 +13,7 @@ pub const SAMPLE: Contract = Contract {
     bound: "tokens exact where the definition's choice hangs on more than 1e-3 or on a tie; log-probabilities 4 U of both terms, 6 U and vocabulary 2^-40",
     cases: &[
         Case { name: "wide", rows: 128, sizes: &[("vocabulary", 301)] },
-        Case { name: "large vocabulary", rows: 6, sizes: &[("vocabulary", 5000)] },
+        Case { name: "large vocabulary", rows: 22, sizes: &[("vocabulary", 5000)] },
     ],
     make,
     limits: &[],
@@ -22,6 +22,9 @@ pub const SAMPLE: Contract = Contract {
         Control::value("takes the seed of another choice"),
         Control::value("ties go to the larger id"),
         Control::value("leaves top-k out"),
+        Control::value("leaves top-p out"),
+        Control::value("squares min-p"),
+        Control::value("leaves the penalties out"),
         Control::value("leaves the mask out"),
         Control::value("divides by the temperature twice"),
         Control::geometry("takes the seed of the first row"),
@@ -30,7 +33,7 @@ pub const SAMPLE: Contract = Contract {
 };
 
 /// How a row draws, by its index.
-const KINDS: usize = 8;
+const KINDS: usize = 11;
 const TOP: u32 = 3;
 const BIAS: &[(u32, f32)] = &[(3, 2.5), (7, -4.0)];
 const PROMPT: &[u32] = &[2, 5, 9, 11];
@@ -49,11 +52,14 @@ fn settings_of(kind: usize, seed: u64) -> Settings<'static> {
         0 => Settings::GREEDY,
         1 => plain,
         2 => Settings { top_k: 4, ..plain },
-        3 => Settings { top_p: 0.8, temperature: 1.3, ..plain },
-        4 => Settings { min_p: 0.3, ..plain },
+        3 => Settings { top_p: 0.5, temperature: 1.3, ..plain },
+        4 => Settings { min_p: 0.4, temperature: 1.5, ..plain },
         5 => Settings { frequency_penalty: 0.5, presence_penalty: 0.25, repetition_penalty: 1.2, ..plain },
         6 => Settings { logit_bias: BIAS, ..plain },
-        _ => Settings { top_k: 30, top_p: 0.95, ..plain },
+        7 => Settings { top_k: 30, top_p: 0.6, ..plain },
+        8 => Settings { top_k: 40, min_p: 0.4, temperature: 1.5, ..plain },
+        9 => Settings { top_p: 0.97, min_p: 0.4, temperature: 1.5, ..plain },
+        _ => Settings { temperature: 1.5, ..plain },
     }
 }
 
@@ -67,7 +73,12 @@ fn make(case: &Case, seed: u64) -> Box<dyn World> {
         for _ in 0..1000 {
             rows.logits.truncate(row * vocabulary);
             rows.seeds.truncate(row);
-            rows.logits.extend((0..vocabulary).map(|_| values.unit() * values.unit() * 9.0));
+            rows.logits.extend((0..vocabulary).map(|_| values.unit() * values.unit() * 6.0));
+            if row % KINDS == 5 {
+                // Penalised tokens lead, so that penalties decide.
+                let own = &mut rows.logits[row * vocabulary..];
+                PROMPT.iter().chain(REPLY).for_each(|id| own[*id as usize] += 5.0);
+            }
             if row % KINDS == 0 {
                 // A greedy row with two equal leaders.
                 let own = &mut rows.logits[row * vocabulary..];
@@ -157,6 +168,17 @@ impl World for Rows {
                 }
                 if fault.is("leaves top-k out") {
                     settings.top_k = 0;
+                }
+                if fault.is("leaves top-p out") {
+                    settings.top_p = 1.0;
+                }
+                if fault.is("squares min-p") {
+                    settings.min_p *= settings.min_p;
+                }
+                if fault.is("leaves the penalties out") {
+                    settings.frequency_penalty = 0.0;
+                    settings.presence_penalty = 0.0;
+                    settings.repetition_penalty = 1.0;
                 }
                 if fault.is("divides by the temperature twice") {
                     settings.temperature *= settings.temperature;

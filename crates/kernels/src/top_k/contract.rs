@@ -12,6 +12,11 @@ pub const TOP_K: Contract = Contract {
     cases: &[
         Case { name: "ties", rows: 128, sizes: &[("entries", 700), ("top_k", 64), ("blocks", 9), ("values", 12)] },
         Case { name: "spread", rows: 33, sizes: &[("entries", 133), ("top_k", 40), ("blocks", 6), ("values", 0)] },
+        Case {
+            name: "last bits",
+            rows: 17,
+            sizes: &[("entries", 300), ("top_k", 40), ("blocks", 6), ("last bits", 90)],
+        },
         Case { name: "one", rows: 6, sizes: &[("entries", 40), ("top_k", 1), ("blocks", 2), ("values", 3)] },
     ],
     make,
@@ -37,12 +42,14 @@ struct Rows {
 
 fn make(case: &Case, seed: u64) -> Box<dyn World> {
     let mut values = Values::new(seed);
-    let (entries, different) = (case.size("entries"), case.size("values"));
+    let (entries, different, last_bits) = (case.size("entries"), case.size("values"), case.size("last bits"));
     let stride = entries.next_multiple_of(16);
     let score = |values: &mut Values| match values.below(40) {
         0 => f32::NEG_INFINITY,
         1 => f32::NAN,
         2 => [0.0, -0.0][values.below(2)],
+        // Scores that only the last bits of their keys tell apart.
+        _ if last_bits > 0 => f32::from_bits(0x4120_0000 + values.below(last_bits) as u32),
         _ if different == 0 => values.floats(1, 100.0)[0],
         _ => values.below(different) as f32 - 4.0,
     };
