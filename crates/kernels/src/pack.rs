@@ -17,6 +17,12 @@ pub enum PackError {
          quantised from a tensor with overflows; fetch it again"
     )]
     NanScale { row_block: usize, column_block: usize },
+    /// A scale is so large or small that code times scale is no bf16 number.
+    #[error(
+        "the scale of row block {row_block}, column block {column_block} is code {code}, this device's kernels take {least} to \
+         {most}: use the CPU for this checkpoint"
+    )]
+    ScaleRange { row_block: usize, column_block: usize, code: u8, least: u8, most: u8 },
     /// A weight code means "not a number".
     #[error(
         "the weight at row {row}, column {column} is code {code:#04x} (not a number): the file is damaged or was \
@@ -54,5 +60,23 @@ pub(crate) fn check_scales(scale: &[u8], column_blocks: usize) -> Result<(), Pac
     match scale.iter().position(|code| *code == u8::MAX) {
         None => Ok(()),
         Some(at) => Err(PackError::NanScale { row_block: at / column_blocks, column_block: at % column_blocks }),
+    }
+}
+
+/// Finds the first scale code outside `codes` in `[row_blocks, column_blocks]`.
+pub(crate) fn check_scale_range(
+    scale: &[u8],
+    column_blocks: usize,
+    codes: std::ops::RangeInclusive<u8>,
+) -> Result<(), PackError> {
+    match scale.iter().position(|code| !codes.contains(code)) {
+        None => Ok(()),
+        Some(at) => Err(PackError::ScaleRange {
+            row_block: at / column_blocks,
+            column_block: at % column_blocks,
+            code: scale[at],
+            least: *codes.start(),
+            most: *codes.end(),
+        }),
     }
 }

@@ -75,7 +75,15 @@ fn truncated(sum: i64, unit: i32) -> f32 {
     let top = 63 - magnitude.leading_zeros() as i32 + unit;
     let last = (top - 23).max(-149);
     let shift = last - unit;
-    let kept = if shift <= 0 { magnitude << -shift } else { magnitude >> shift };
+    let kept = match shift {
+        ..=0 => magnitude << -shift,
+        1..64 => magnitude >> shift,
+        _ => 0,
+    };
+    // What is too small for a subnormal is a zero without a sign.
+    if kept == 0 {
+        return 0.0;
+    }
     let bits = (i64::from(last + 149) << 23) + kept as i64;
     if bits >= 0x7f80_0000 { f32::from_bits(sign | 0x7f80_0000) } else { f32::from_bits(sign | bits as u32) }
 }
@@ -192,6 +200,16 @@ mod tests {
         let huge = crate::bf16::from_f32(2.0_f32.powi(127));
         assert_eq!(one_product(0.0, huge, huge), f32::INFINITY);
         assert_eq!(one_product(0.0, huge, huge | 0x8000), f32::NEG_INFINITY);
+    }
+
+    #[test]
+    fn what_underflows_is_a_positive_zero() {
+        for (exponent, sign) in [(-75, 0), (-75, 0x8000), (-100, 0), (-100, 0x8000), (-126, 0x8000)] {
+            let small = crate::bf16::from_f32(2.0_f32.powi(exponent));
+            assert_eq!(one_product(0.0, small, small | sign).to_bits(), 0, "2^{exponent} squared");
+        }
+        let least = crate::bf16::from_f32(2.0_f32.powi(-74));
+        assert_eq!(one_product(0.0, least, least | 0x8000), -f32::from_bits(2));
     }
 
     #[test]

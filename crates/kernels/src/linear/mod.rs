@@ -2,6 +2,8 @@
 
 pub(crate) mod contract;
 pub(crate) mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 
 /// What happens to a finished float32 sum before it is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

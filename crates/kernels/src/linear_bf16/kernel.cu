@@ -14,5 +14,11 @@ struct Bf16 {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(512, 1) linear_bf16_5(LinearArgs args) { slab_linear<Bf16, 5, true>(args); }
-extern "C" __global__ void __launch_bounds__(512, 1) linear_bf16_any(LinearArgs args) { slab_linear<Bf16, 4, false>(args); }
+#define LINEAR(name, threads, depth, whole, apart) \
+    extern "C" __global__ void __launch_bounds__(threads, 1) name(LinearArgs args) { slab_linear<Bf16, depth, whole, apart>(args); }
+LINEAR(linear_bf16_10, 256, 10, true, false)
+LINEAR(linear_bf16_5, 512, 5, true, false)
+LINEAR(linear_bf16_any, 512, 4, false, false)
+LINEAR(linear_bf16_apart_10, 256, 10, true, true)
+LINEAR(linear_bf16_apart_5, 512, 5, true, true)
+LINEAR(linear_bf16_apart_any, 512, 4, false, true)

@@ -14,6 +14,7 @@ pub(crate) mod contract;
 mod cpu;
 mod launch;
 mod pack;
+pub mod pack_cuda;
 pub mod reference;
 #[cfg(test)]
 mod tests;

@@ -17,8 +17,11 @@
 
 pub(crate) mod contract;
 mod cpu;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod launch;
 mod pack;
+pub mod pack_cuda;
 pub mod reference;
 #[cfg(test)]
 mod tests;

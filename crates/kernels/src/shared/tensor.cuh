@@ -10,7 +10,7 @@ typedef unsigned long long u64;
 // c += a * b over k = 16: a 16x16 row-major, b 16x8 column-major, bf16 in, float32 out. On sm_90 this is the step of
 // tf_numerics::fma16, whatever the other rows and columns hold.
 __device__ __forceinline__ void mma_k16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
@@ -79,6 +79,14 @@ __device__ __forceinline__ void let_next_start() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
+
+// Eight bytes from global to shared memory, on their own way until `wait_for_copies`.
+__device__ __forceinline__ void copy_async(char* to, const void* from) {
+    const u32 address = (u32)__cvta_generic_to_shared(to);
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" : : "r"(address), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // A barrier of `threads` threads; 0 is that of the whole block.
 __device__ __forceinline__ void barrier(u32 index, u32 threads) {

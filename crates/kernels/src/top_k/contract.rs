@@ -49,7 +49,7 @@ fn make(case: &Case, seed: u64) -> Box<dyn World> {
         1 => f32::NAN,
         2 => [0.0, -0.0][values.below(2)],
         // Scores that only the last bits of their keys tell apart.
-        _ if last_bits > 0 => f32::from_bits(0x4120_0000 + values.below(last_bits) as u32),
+        _ if last_bits > 0 => f32::from_bits(0x412f_fc00 + values.below(last_bits) as u32),
         _ if different == 0 => values.floats(1, 100.0)[0],
         _ => values.below(different) as f32 - 4.0,
     };
