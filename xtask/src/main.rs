@@ -4,6 +4,7 @@ mod aarch64;
 mod check;
 mod cubins;
 mod darwin;
+mod notices;
 mod sysroot;
 mod tidy;
 
@@ -15,6 +16,7 @@ cargo xtask TASK
   check          everything that must hold: format, lints, tests, contract, form, licences
   tidy           form of the tree only: dependency arrows, unsafe, environment, words, sizes
   cubins         compiles the CUDA sources for every architecture, without a GPU
+  notices        rewrites THIRD-PARTY.md
   gen            rewrites the generated pages in docs/reference
   aarch64        runs the number and kernel tests for 64-bit Arm under user-mode emulation (Debian, x86-64)
   darwin         links the program for 64-bit Apple targets (Debian, x86-64)
@@ -27,6 +29,7 @@ fn main() -> ExitCode {
         "tidy" => tidy::run(),
         "cubins" => cubins::run(),
         "gen" => check::generate(),
+        "notices" => notices::run(),
         "aarch64" => aarch64::run(),
         "darwin" => darwin::run(),
         "" | "help" | "-h" | "--help" => {

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use sha2::{Digest, Sha256};
 use tf_checkpoint::{Checkpoint, GenerationConfig};
 use tf_device::Device;
 use tf_model::deepseek_v41::engram::EngramHash;
@@ -82,10 +83,22 @@ pub fn checked(located: &Located, arguments: &Arguments) -> Result<Checked, Fail
         tokenizer: Arc::new(tokenizer),
         shape,
         hash,
-        fingerprint: fingerprint.to_string(),
+        fingerprint: identity(&fingerprint.to_string()),
         generation,
         loading,
     })
+}
+
+/// Digest of checkpoint, numeric mode, backend and build: equal fingerprints promise equal replies. The CPU's level and
+/// the number of threads are not part of it, since no bit depends on them.
+fn identity(checkpoint: &str) -> String {
+    let mut digest = Sha256::new();
+    for part in [checkpoint, "release", "cpu", build::VERSION, build::COMMIT] {
+        digest.update((part.len() as u64).to_le_bytes());
+        digest.update(part);
+    }
+    let hex: String = digest.finalize().iter().take(8).map(|byte| format!("{byte:02x}")).collect();
+    format!("tf-{hex}")
 }
 
 impl Checked {
@@ -168,5 +181,18 @@ impl Progress {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_fingerprint_names_the_checkpoint() {
+        let one = identity("a");
+        assert!(one.starts_with("tf-") && one.len() == 19, "{one}");
+        assert_eq!(one, identity("a"));
+        assert_ne!(one, identity("b"));
     }
 }
