@@ -65,6 +65,7 @@ const STEPS: &[Step] = &[
     ("tidy", || optional(None, crate::tidy::run)),
     ("lints", || cargo(&["clippy", "--workspace", "--all-targets", "--locked", "--", "-D", "warnings"])),
     ("tests", || cargo(&["test", "--workspace", "--locked"])),
+    ("kernel contract", || cargo(&["run", "--locked", "-p", "tf-contract", "--bin", "tf-kernel-contract"])),
     ("licences", licences),
     ("64-bit Arm", || optional(crate::aarch64::missing(), crate::aarch64::run)),
     ("CUDA kernels", || optional(crate::cubins::missing(), crate::cubins::run)),

@@ -4,6 +4,7 @@ mod aarch64;
 mod check;
 mod cubins;
 mod darwin;
+mod form;
 mod notices;
 mod sysroot;
 mod tidy;

@@ -12,6 +12,7 @@ use std::process::Command;
 use anyhow::{Context, Result, bail};
 
 use crate::check::root;
+use crate::form;
 
 /// The arrows of ARCHITECTURE.md: crate folder -> crates of ours that it may use.
 const ARROWS: &[(&str, &[&str])] = &[
@@ -177,7 +178,10 @@ fn sources(findings: &mut Findings, sizes: &mut BTreeMap<String, i64>) -> Result
     let words = words();
     let mut bytes = 0;
     let mut read = 0;
-    for path in tracked()? {
+    let tracked = tracked()?;
+    let names: Vec<String> = tracked.iter().map(|path| path.to_string_lossy().into_owned()).collect();
+    sizes.insert("unregistered_kernels".into(), form::unregistered_kernels(&names));
+    for path in tracked {
         let name = path.to_string_lossy().into_owned();
         bytes += fs::metadata(root().join(&path))?.len();
         if !is_text(&name) || name == "LICENSE" {
@@ -212,6 +216,9 @@ fn sources(findings: &mut Findings, sizes: &mut BTreeMap<String, i64>) -> Result
                     }
                 }
             }
+        }
+        for (count, found) in form::counts(&text) {
+            *sizes.entry(count.into()).or_default() += found;
         }
         let lines = text.lines().count() as i64;
         *sizes.entry("rust_files_over_900_lines".into()).or_default() += i64::from(lines > 900);

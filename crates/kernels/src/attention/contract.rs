@@ -10,10 +10,14 @@ use crate::{kv_compress, kv_store};
 
 pub const CAUSAL: Contract = Contract {
     name: "attention/causal",
-    formula: "out[h] = RoPE^-1(sum_j bf16(e_j) k_j / (sum_j e_j + exp(sink[h] - M))), e_j = exp(q . k_j / sqrt(head_dim) - M); keys: selected entries, then the window",
-    shapes: "q, out [rows, heads, head_dim] f32; window records and compressed records as kv_store and kv_compress; sinks [heads] f32",
-    order: "a dot product is one fused chain over the columns; the sums one chain over the keys: entries ascending, window ascending, sink last",
-    bound: "scores: head_dim + 4 roundings of the absolute products; exp 2.2 U and the score's radius; keys + 4 roundings of the sums; bf16 of q, e, o and out as intervals",
+    formula: "out[h] = RoPE^-1(sum_j bf16(e_j) k_j / (sum_j e_j + exp(sink[h] - M))), e_j = exp(q . k_j / \
+        sqrt(head_dim) - M); keys: selected entries, then the window",
+    shapes: "q, out [rows, heads, head_dim] f32; window records and compressed records as kv_store and \
+        kv_compress; sinks [heads] f32",
+    order: "a dot product is one fused chain over the columns; the sums one chain over the keys: entries \
+        ascending, window ascending, sink last",
+    bound: "scores: head_dim + 4 roundings of the absolute products; exp 2.2 U and the score's radius; keys + 4 \
+        roundings of the sums; bf16 of q, e, o and out as intervals",
     cases: &[
         Case {
             name: "wide",
@@ -39,7 +43,8 @@ pub const CAUSAL: Contract = Contract {
 
 pub const BLOCK: Contract = Contract {
     name: "attention/block",
-    formula: "as causal, every row of a draft block over the window before the block, then all rows of the block in both directions",
+    formula: "as causal, every row of a draft block over the window before the block, then all rows of the block \
+        in both directions",
     shapes: "as causal; a window is one draft block",
     cases: &[
         Case {

@@ -5,10 +5,13 @@ use crate::contract::*;
 
 pub const DRAFT_HEAD: Contract = Contract {
     name: "draft_head",
-    formula: "m = embed[previous]; logits = base[i] + head @ m; proposal = argmax, or what a sampled sequence draws; confidence = proj . [hidden_rows[i], m]",
-    shapes: "base [sequences, block, vocabulary] f32, hidden_rows [sequences, block, hidden] f32, embed [vocabulary, rank] bf16; tokens, confidence [sequences, steps]",
+    formula: "m = embed[previous]; logits = base[i] + head @ m; proposal = argmax, or what a sampled sequence \
+        draws; confidence = proj . [hidden_rows[i], m]",
+    shapes: "base [sequences, block, vocabulary] f32, hidden_rows [sequences, block, hidden] f32, embed \
+        [vocabulary, rank] bf16; tokens, confidence [sequences, steps]",
     order: "head @ m one fused chain over the rank, base added; confidence two sums of products as rms_norm's",
-    bound: "proposals exact: gaps exceed 1e-3 or are zero; confidence (columns / 64 + 8) U of the absolute products of both parts",
+    bound: "proposals exact: gaps exceed 1e-3 or are zero; confidence (columns / 64 + 8) U of the absolute \
+        products of both parts",
     cases: &[
         Case {
             name: "slots",

@@ -9,7 +9,8 @@ use crate::reference_formats::{bf16, e4m3_decode, e8m0_decode};
 pub const GATHER: Contract = Contract {
     name: "engram/gather",
     formula: "out[r][c] = dequantise(table[ids[r][c]]), then QDQ8 where asked for",
-    shapes: "codes [table rows, head_dim] E4M3, scales [table rows, head_dim / 32] E8M0, ids [rows, columns] u32, out [rows, columns * head_dim] f32",
+    shapes: "codes [table rows, head_dim] E4M3, scales [table rows, head_dim / 32] E8M0, ids [rows, columns] u32, \
+        out [rows, columns * head_dim] f32",
     order: "no sums",
     bound: "exact",
     cases: &[
@@ -28,10 +29,13 @@ pub const GATHER: Contract = Contract {
 
 pub const GATE: Contract = Contract {
     name: "engram/gate",
-    formula: "X_i = bf16(X_i + sigmoid(copysign(sqrt(max(|d|, 1e-6)), d)) * V), d = sum(X_i q_i k_i key_i) / (rms(X_i) rms(key_i) sqrt(hidden))",
-    shapes: "streams [rows, 4, hidden] f32 in place; kv [rows, 5, hidden] f32: four keys, then the value; q_weight, k_weight [4, hidden] f32",
+    formula: "X_i = bf16(X_i + sigmoid(copysign(sqrt(max(|d|, 1e-6)), d)) * V), d = sum(X_i q_i k_i key_i) / \
+        (rms(X_i) rms(key_i) sqrt(hidden))",
+    shapes: "streams [rows, 4, hidden] f32 in place; kv [rows, 5, hidden] f32: four keys, then the value; \
+        q_weight, k_weight [4, hidden] f32",
     order: "sums of products and of squares: 16 lanes, 4 accumulators, fused; lanes fold by halves",
-    bound: "d: (hidden / 64 + 9) U of the absolute products, two norms, 4 U; the gate is monotone in d; 5 U of sigmoid; product and sum 1 U each; bf16",
+    bound: "d: (hidden / 64 + 9) U of the absolute products, two norms, 4 U; the gate is monotone in d; 5 U of \
+        sigmoid; product and sum 1 U each; bf16",
     cases: &[
         Case { name: "wide", rows: 128, sizes: &[("hidden", 256)] },
         Case { name: "small", rows: 7, sizes: &[("hidden", 96)] },

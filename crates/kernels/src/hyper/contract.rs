@@ -15,10 +15,14 @@ const COMB: usize = STREAMS * STREAMS;
 
 pub const ENTER: Contract = Contract {
     name: "hyper/enter",
-    formula: "X = expand(y, X, post, comb); u = collapse(X, carried mix); normed = RMSNorm(u), quantised = QDQ8(normed); next mix, post, comb from (function @ X) / rms(X)",
-    shapes: "y [rows, hidden] f32; streams [rows, 4, hidden], mix, post [rows, 4], comb [rows, 4, 4] f32 in place; normed, quantised [rows, hidden] f32",
-    order: "function @ X: one accumulator of 16 lanes; squares: 4 accumulators; lanes fold by halves; streams added in index order, unfused",
-    bound: "streams and u: 9 U of absolute terms, bf16; z: (hidden / 4 + 8) U of absolute products and the norm; sinkhorn is nonexpansive in the projective metric, so errors of z and 12 U an iteration add up, times 4",
+    formula: "X = expand(y, X, post, comb); u = collapse(X, carried mix); normed = RMSNorm(u), quantised = \
+        QDQ8(normed); next mix, post, comb from (function @ X) / rms(X)",
+    shapes: "y [rows, hidden] f32; streams [rows, 4, hidden], mix, post [rows, 4], comb [rows, 4, 4] f32 in place; \
+        normed, quantised [rows, hidden] f32",
+    order: "function @ X: one accumulator of 16 lanes; squares: 4 accumulators; lanes fold by halves; streams \
+        added in index order, unfused",
+    bound: "streams and u: 9 U of absolute terms, bf16; z: (hidden / 4 + 8) U of absolute products and the norm; \
+        sinkhorn is nonexpansive in the projective metric, so errors of z and 12 U an iteration add up, times 4",
     cases: &[
         Case {
             name: "wide",
@@ -67,7 +71,8 @@ pub const EXPAND: Contract = Contract {
 pub const COLLAPSE: Contract = Contract {
     name: "hyper/collapse",
     formula: "u = bf16(sum_i mix[i] X[i]); normed = RMSNorm(u; norm); quantised = QDQ8(normed)",
-    shapes: "streams [rows, 4, hidden], mix [rows, 4], norm [hidden] f32; collapsed, normed, quantised [rows, hidden] f32",
+    shapes: "streams [rows, 4, hidden], mix [rows, 4], norm [hidden] f32; collapsed, normed, quantised [rows, \
+        hidden] f32",
     order: "streams in index order, unfused; squares as rms_norm",
     bound: "7 U of the absolute terms, bf16; then the norm's interval",
     cases: &[

@@ -11,7 +11,8 @@ use crate::rows::{EntryInfo, Pages};
 pub const INDEX_KEY: Contract = Contract {
     name: "index_key",
     formula: "key[e] = QDQ4(32, E8M0)(RoPE(RMSNorm(x[e]; norm), entry * ratio)), stored in blocks of 16 entries",
-    shapes: "x [entries, head_dim] f32, bf16 values; pages of [entries_per_page / 16] blocks: codes [head_dim / 8][16][4], scales [head_dim / 32][16]",
+    shapes: "x [entries, head_dim] f32, bf16 values; pages of [entries_per_page / 16] blocks: codes [head_dim / \
+        8][16][4], scales [head_dim / 32][16]",
     order: "sum of squares as rms_norm; the rotation fuses nothing",
     bound: "the norm's interval; the rotation as kv_store; bf16 twice, E2M1 under a power of two",
     cases: &[

@@ -7,7 +7,8 @@ use crate::rope::reference::{frequencies, rotate as turn};
 
 pub const INDEX_QUERY: Contract = Contract {
     name: "index_query",
-    formula: "queries[r][h] = QDQ4(32, E8M0)(RoPE(queries[r][h], position)); weights[r][h] = bf16(weights[r][h] / sqrt(head_dim heads))",
+    formula: "queries[r][h] = QDQ4(32, E8M0)(RoPE(queries[r][h], position)); weights[r][h] = bf16(weights[r][h] / \
+        sqrt(head_dim heads))",
     shapes: "queries [rows, heads, head_dim] f32, weights [rows, heads] f32; both in place, bf16 values",
     order: "no sums; the rotation fuses nothing",
     bound: "the rotation as kv_store; the factor and its product 2 U; bf16, E2M1 under a power of two",

@@ -10,7 +10,8 @@ use crate::top_k::{ALL_BLOCKS, CandidateList, CandidateShape, Candidates, refere
 pub const INDEX_SCORE: Contract = Contract {
     name: "index_score",
     formula: "score[r][j] = sum_h weights[r][h] * max(queries[r][h] . key[j], 0), j < (position + 1) / ratio",
-    shapes: "queries [rows, heads, head_dim] f32, weights [rows, heads] f32, keys in pages of index_key, scores [rows, stride] f32",
+    shapes: "queries [rows, heads, head_dim] f32, weights [rows, heads] f32, keys in pages of index_key, scores \
+        [rows, stride] f32",
     order: "a dot product is one fused chain over the columns ascending, the heads another",
     bound: "(head_dim + heads + 1) U times the sum of absolute products",
     cases: &[
@@ -35,7 +36,8 @@ pub const INDEX_SCORE: Contract = Contract {
 
 pub const SELECT: Contract = Contract {
     name: "index_score/select",
-    formula: "the top_k largest scores of each row, equal ones by the smaller entry, ascending; candidate blocks published or kept to",
+    formula: "the top_k largest scores of each row, equal ones by the smaller entry, ascending; candidate blocks \
+        published or kept to",
     shapes: "as index_score; selected [rows, top_k] u32, counts [rows] u32, blocks [rows, blocks_max] u32",
     order: "scores as index_score; the selection is exact and has no order",
     bound: "exact: the cases' scores are whole multiples of a quarter, with many ties",

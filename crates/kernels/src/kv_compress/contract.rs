@@ -11,9 +11,11 @@ use crate::rows::{Pages, completed_entries};
 pub const RATIO1: Contract = Contract {
     name: "kv_compress/ratio1",
     formula: "latent = RMSNorm(raw; norm); record = QDQ4(16, E4M3)(RoPE(latent, entry))",
-    shapes: "raw [rows, head_dim] f32, bf16 values; latents [entries, head_dim] f32; record head_dim / 2 + head_dim / 16 bytes in its page",
+    shapes: "raw [rows, head_dim] f32, bf16 values; latents [entries, head_dim] f32; record head_dim / 2 + \
+        head_dim / 16 bytes in its page",
     order: "sum of squares as rms_norm; the rotation fuses nothing",
-    bound: "the norm's interval; the rotation as kv_store; bf16 twice, E2M1 under an E4M3 scale that is one or two values",
+    bound: "the norm's interval; the rotation as kv_store; bf16 twice, E2M1 under an E4M3 scale that is one or two \
+        values",
     cases: &[
         Case { name: "wide", rows: 128, sizes: &[("head_dim", 128), ("rope_dim", 64), ("ratio", 1)] },
         Case { name: "small", rows: 10, sizes: &[("head_dim", 64), ("rope_dim", 16), ("ratio", 1)] },
@@ -26,8 +28,10 @@ pub const RATIO1: Contract = Contract {
 
 pub const RATIO2: Contract = Contract {
     name: "kv_compress/ratio2",
-    formula: "pooled = bf16(softmax over the pair's scores, column by column, times its values); then as ratio1 at position 2 entry",
-    shapes: "raw [rows, 2 head_dim] f32: values, then scores; raw ring [slots, raw_len, 2 head_dim] f32; otherwise as ratio1",
+    formula: "pooled = bf16(softmax over the pair's scores, column by column, times its values); then as ratio1 at \
+        position 2 entry",
+    shapes: "raw [rows, 2 head_dim] f32: values, then scores; raw ring [slots, raw_len, 2 head_dim] f32; otherwise \
+        as ratio1",
     bound: "pooling: (12 + |s0 - s1|) U times the sum of absolute terms; then as ratio1",
     cases: &[
         Case { name: "wide", rows: 128, sizes: &[("head_dim", 128), ("rope_dim", 64), ("ratio", 2)] },

@@ -12,7 +12,8 @@ pub const KV_STORE: Contract = Contract {
     formula: "record[r] = QDQ8(RoPE(RMSNorm(x[r]; norm), position)), stored as E4M3 codes and E8M0 scales",
     shapes: "x [rows, head_dim] f32, bf16 values; norm [head_dim] f32; records [rows, head_dim + head_dim / 32] bytes",
     order: "sum of squares as rms_norm; the rotation fuses nothing",
-    bound: "the norm's interval; each turned column two products with sine and cosine (2 U) and a sum; bf16 twice, E4M3 once",
+    bound: "the norm's interval; each turned column two products with sine and cosine (2 U) and a sum; bf16 twice, \
+        E4M3 once",
     cases: &[
         Case { name: "wide", rows: 128, sizes: &[("head_dim", 256), ("rope_dim", 64)] },
         Case { name: "small", rows: 17, sizes: &[("head_dim", 64), ("rope_dim", 16)] },

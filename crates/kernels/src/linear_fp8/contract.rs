@@ -19,7 +19,8 @@ pub const LINEAR_FP8: Contract = Contract {
 pub const GROUPED: Contract = Contract {
     name: "linear_fp8/grouped",
     formula: "block g of the outputs = column block g of x @ W_g^T: the grouped output projection",
-    shapes: "x [rows, groups * columns] f32, bf16 values; W [groups * outputs, columns]; out [rows, groups * outputs] f32",
+    shapes: "x [rows, groups * columns] f32, bf16 values; W [groups * outputs, columns]; out [rows, groups * \
+        outputs] f32",
     cases: &[
         Case { name: "wide", rows: 128, sizes: &[("columns", 128), ("outputs", 64)] },
         Case { name: "odd blocks", rows: 9, sizes: &[("columns", 96), ("outputs", 20)] },

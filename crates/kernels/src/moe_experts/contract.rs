@@ -10,10 +10,13 @@ use tf_device::Device;
 
 pub const MOE_EXPERTS: Contract = Contract {
     name: "moe_experts",
-    formula: "out = bf16(sum over picks in ascending id of bf16(QDQ8(bf16(silu(min(g, limit)) * clamp(u) * w)) @ w2^T), shared expert last)",
-    shapes: "x [rows, hidden] f32 after QDQ8; MXFP4 w1, w3 [intermediate, hidden], w2 [hidden, intermediate]; shared in FP8; selected, routing [rows, picks]; out [rows, hidden] f32",
+    formula: "out = bf16(sum over picks in ascending id of bf16(QDQ8(bf16(silu(min(g, limit)) * clamp(u) * w)) @ \
+        w2^T), shared expert last)",
+    shapes: "x [rows, hidden] f32 after QDQ8; MXFP4 w1, w3 [intermediate, hidden], w2 [hidden, intermediate]; \
+        shared in FP8; selected, routing [rows, picks]; out [rows, hidden] f32",
     order: ORDER,
-    bound: "each product as a linear's; silu 6 U, of slope below 1.1; intervals through bf16, E4M3 and the second product; the sum rounds once an expert",
+    bound: "each product as a linear's; silu 6 U, of slope below 1.1; intervals through bf16, E4M3 and the second \
+        product; the sum rounds once an expert",
     cases: &[
         Case {
             name: "wide",

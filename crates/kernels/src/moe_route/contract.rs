@@ -5,8 +5,10 @@ use crate::contract::*;
 
 pub const MOE_ROUTE: Contract = Contract {
     name: "moe_route",
-    formula: "s = sqrt(softplus(logits)); the top_k largest s + bias, equal ones by the smaller id; weight = s / (sum of chosen s + 1e-20) * factor",
-    shapes: "logits [rows, experts] f32, bias [experts] f32; chosen [rows, top_k] u32 ascending, weights [rows, top_k] f32",
+    formula: "s = sqrt(softplus(logits)); the top_k largest s + bias, equal ones by the smaller id; weight = s / \
+        (sum of chosen s + 1e-20) * factor",
+    shapes: "logits [rows, experts] f32, bias [experts] f32; chosen [rows, top_k] u32 ascending, weights [rows, \
+        top_k] f32",
     order: "the chosen s add up in ascending id",
     bound: "the choice is exact where scores differ by more than 1e-5 or not at all; weights (top_k + 10) U",
     cases: &[

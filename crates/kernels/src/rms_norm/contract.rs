@@ -9,7 +9,8 @@ pub const RMS_NORM: Contract = Contract {
     formula: "normed = bf16(weight * (x * f)), f = 1 / sqrt(mean(x^2) + eps); quantised = QDQ8(normed)",
     shapes: "x, normed, quantised [rows, columns] f32; weight [columns] f32",
     order: "sum of squares: 16 lanes, 4 accumulators, fused; lanes fold by halves",
-    bound: "relative error of f: half of (columns / 64 + 7) U of the sum, and 3.5 U; two products; then bf16 and E4M3 are monotone",
+    bound: "relative error of f: half of (columns / 64 + 7) U of the sum, and 3.5 U; two products; then bf16 and \
+        E4M3 are monotone",
     cases: &[
         Case { name: "wide", rows: 128, sizes: &[("columns", 1024)] },
         Case { name: "narrow", rows: 17, sizes: &[("columns", 64)] },

@@ -7,10 +7,13 @@ use tf_numerics::draw::bits;
 
 pub const SAMPLE: Contract = Contract {
     name: "sample",
-    formula: "the largest logit / temperature + noise(seed, position, id) of the tokens that bias, penalties, masks, top-k, top-p and min-p leave; log-probabilities of the raw row",
-    shapes: "logits [rows, vocabulary] f32; a token, its log-probability, the next token's and the likeliest three of each row",
+    formula: "the largest logit / temperature + noise(seed, position, id) of the tokens that bias, penalties, \
+        masks, top-k, top-p and min-p leave; log-probabilities of the raw row",
+    shapes: "logits [rows, vocabulary] f32; a token, its log-probability, the next token's and the likeliest three \
+        of each row",
     order: "weights are integers, so that their sums have no order; candidates by value descending, id ascending",
-    bound: "tokens exact where the definition's choice hangs on more than 1e-3 or on a tie; log-probabilities 4 U of both terms, 6 U and vocabulary 2^-40",
+    bound: "tokens exact where the definition's choice hangs on more than 1e-3 or on a tie; log-probabilities 4 U \
+        of both terms, 6 U and vocabulary 2^-40",
     cases: &[
         Case { name: "wide", rows: 128, sizes: &[("vocabulary", 301)] },
         Case { name: "large vocabulary", rows: 22, sizes: &[("vocabulary", 5000)] },

@@ -5,8 +5,10 @@ use crate::contract::*;
 
 pub const TOP_K: Contract = Contract {
     name: "top_k",
-    formula: "the top_k largest scores of each row, equal ones by the smaller index, ascending; the blocks_max best blocks likewise",
-    shapes: "scores [tile, stride] f32; selected [rows, top_k] u32, counts [rows] u32; blocks [rows, blocks_max] u32, block counts [rows] u32",
+    formula: "the top_k largest scores of each row, equal ones by the smaller index, ascending; the blocks_max \
+        best blocks likewise",
+    shapes: "scores [tile, stride] f32; selected [rows, top_k] u32, counts [rows] u32; blocks [rows, blocks_max] \
+        u32, block counts [rows] u32",
     order: "scores are compared as integers and counted: no order of execution enters",
     bound: "exact",
     cases: &[
