@@ -22,6 +22,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("checkpoint", &["numerics"]),
     ("engine", &["text"]),
     ("kernels", &["device", "numerics"]),
+    ("metal-emulator", &["device"]),
     ("contract", &["kernels", "device", "numerics"]),
     ("model", &["engine", "kernels", "checkpoint", "device", "numerics"]),
     ("server", &["engine", "text"]),

@@ -1,0 +1,157 @@
+//! Compiles a source into two libraries, plain and checked, and loads them.
+
+use crate::prepass::{self, Entry, Pass, PrepassError};
+use libloading::Library;
+use std::collections::hash_map::DefaultHasher;
+use std::fs;
+use std::hash::{Hash, Hasher};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::Mutex;
+
+pub const COMPILER: &str = "clang++-19";
+/// What to do where it is missing.
+pub const INSTALL: &str = "apt-get install -y clang-19";
+
+const STDLIB: &str = include_str!("../include/metal_stdlib");
+const RUNTIME_HEADER: &str = include_str!("../include/runtime.h");
+const RUNTIME: &str = include_str!("../include/runtime.cpp");
+
+// No contraction: a fused multiply-add is one because the source says so. No vectorisation: an access stays one access.
+const FLAGS: &[&str] = &[
+    "-std=c++17",
+    "-O2",
+    "-march=native",
+    "-ffp-contract=off",
+    "-fno-vectorize",
+    "-fno-slp-vectorize",
+    "-fno-exceptions",
+    "-fno-rtti",
+    "-fvisibility=hidden",
+    "-fPIC",
+    "-Wall",
+    "-Werror",
+    "-Wconditional-uninitialized",
+    "-Wno-unused-function",
+    "-Wno-unused-const-variable",
+    "-Wno-unknown-attributes",
+    "-Wno-duplicate-decl-specifier",
+    "-Wno-unknown-pragmas",
+];
+
+#[derive(Debug, thiserror::Error)]
+pub enum BuildError {
+    #[error("{COMPILER} is missing; {INSTALL}")]
+    NoCompiler,
+    #[error("{name}: {error}")]
+    Prepass { name: String, error: PrepassError },
+    #[error("{name}: {stage} refused the source:\n{text}")]
+    Compiler { name: String, stage: &'static str, text: String },
+    #[error("{path}: {error}")]
+    File { path: PathBuf, error: std::io::Error },
+    #[error("{path} can't be loaded: {error}")]
+    Load { path: PathBuf, error: libloading::Error },
+}
+
+/// Whether the compiler is installed.
+pub fn compiler_found() -> bool {
+    Command::new(COMPILER).arg("--version").output().is_ok_and(|out| out.status.success())
+}
+
+/// A loaded source.
+pub struct Program {
+    pub entries: Vec<Entry>,
+    pub(crate) name: String,
+    /// The runtime's state is global in a library: one launch at a time.
+    pub(crate) plain: Mutex<Library>,
+    pub(crate) checked: Mutex<Library>,
+}
+
+impl Program {
+    /// Lints, compiles and loads `source`, which may include the texts of `includes` by name. Libraries are kept in `out`
+    /// under a name that depends on everything that enters them.
+    ///
+    /// # Errors
+    /// See [`BuildError`].
+    pub fn build(name: &str, source: &str, includes: &[(&str, &str)], out: &Path) -> Result<Program, BuildError> {
+        let prepass_error = |error| BuildError::Prepass { name: name.into(), error };
+        let expanded = prepass::expand(name, source, includes).map_err(prepass_error)?;
+        let run = prepass::translate(&expanded, Pass::Run).map_err(prepass_error)?;
+        let lint = prepass::translate(&expanded, Pass::Lint).map_err(prepass_error)?;
+        let mut hasher = DefaultHasher::new();
+        (&run.text, &lint.text, STDLIB, RUNTIME_HEADER, RUNTIME, FLAGS).hash(&mut hasher);
+        let folder = out.join(format!("metal-{:016x}", hasher.finish()));
+        let (plain, checked) = (folder.join("plain.so"), folder.join("checked.so"));
+        if !checked.exists() {
+            if !compiler_found() {
+                return Err(BuildError::NoCompiler);
+            }
+            compile(name, &folder, &run.text, &lint.text, [&plain, &checked])?;
+        }
+        Ok(Program {
+            entries: run.entries,
+            name: name.into(),
+            plain: Mutex::new(load(&plain)?),
+            checked: Mutex::new(load(&checked)?),
+        })
+    }
+}
+
+fn write(path: &Path, text: &str) -> Result<(), BuildError> {
+    fs::write(path, text).map_err(|error| BuildError::File { path: path.into(), error })
+}
+
+fn compile(name: &str, folder: &Path, run: &str, lint: &str, libraries: [&Path; 2]) -> Result<(), BuildError> {
+    // A name of this process's own, so that two test programs may build the same source at once.
+    let stage = folder.with_extension(format!("building-{}-{:?}", std::process::id(), std::thread::current().id()));
+    fs::create_dir_all(&stage).map_err(|error| BuildError::File { path: stage.clone(), error })?;
+    for (file, text) in [
+        ("metal_stdlib", STDLIB),
+        ("runtime.h", RUNTIME_HEADER),
+        ("runtime.cpp", RUNTIME),
+        ("run.cpp", run),
+        ("lint.cpp", lint),
+    ] {
+        write(&stage.join(file), text)?;
+    }
+    let clang = |what: &'static str, arguments: &[&str]| {
+        let out = Command::new(COMPILER).current_dir(&stage).args(FLAGS).arg("-I.").args(arguments).output();
+        let out = out.map_err(|error| BuildError::File { path: COMPILER.into(), error })?;
+        if out.status.success() {
+            return Ok(());
+        }
+        Err(BuildError::Compiler {
+            name: name.into(),
+            stage: what,
+            text: String::from_utf8_lossy(&out.stderr).into_owned(),
+        })
+    };
+    let result = clang("the address-space check", &["-DMSL_LINT", "-fsyntax-only", "lint.cpp"])
+        .and_then(|()| clang("the compiler", &["-c", "runtime.cpp", "-o", "runtime.o"]))
+        .and_then(|()| clang("the compiler", &["-shared", "-Wl,-Bsymbolic", "run.cpp", "runtime.o", "-o", "plain.so"]))
+        .and_then(|()| {
+            let sanitised = ["-fsanitize=thread", "-mllvm", "-tsan-instrument-func-entry-exit=0"];
+            clang("the compiler", &[&sanitised[..], &["-c", "run.cpp", "-o", "run.o"]].concat())
+        })
+        .and_then(|()| clang("the linker", &["-shared", "-Wl,-Bsymbolic", "run.o", "runtime.o", "-o", "checked.so"]));
+    let moved = result.and_then(|()| {
+        fs::create_dir_all(folder).map_err(|error| BuildError::File { path: folder.into(), error })?;
+        for library in libraries {
+            let from = stage.join(library.file_name().expect("the caller names files"));
+            fs::rename(&from, library).map_err(|error| BuildError::File { path: library.into(), error })?;
+        }
+        Ok(())
+    });
+    let _ = fs::remove_dir_all(&stage);
+    moved
+}
+
+fn load(path: &Path) -> Result<Library, BuildError> {
+    // SAFETY: the library was built from the runtime of this crate, which has no initialisers.
+    let library = unsafe { Library::new(path) }.map_err(|error| BuildError::Load { path: path.into(), error })?;
+    // Its signal handler stays installed, so it may never be unloaded: one reference more than will be dropped.
+    // SAFETY: as above.
+    let kept = unsafe { Library::new(path) }.map_err(|error| BuildError::Load { path: path.into(), error })?;
+    std::mem::forget(kept);
+    Ok(library)
+}

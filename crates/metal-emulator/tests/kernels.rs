@@ -1,0 +1,203 @@
+//! The Metal kernels: equal bits with the CPU's launch, whose order they share, within a bound of the float64 definition,
+//! equal over threadgroup sizes and fiber orders, a row alone as in company; and planted edits that must be caught.
+
+mod common;
+
+use common::*;
+use tf_device::{Buffer, Device, Element, Queue};
+use tf_kernels::numerics_policy::Numerics;
+use tf_kernels::{hyper, rms_norm};
+use tf_numerics::lanes::Level;
+
+fn device<T: Element>(values: &[T]) -> Buffer {
+    Buffer::from_slice(&Device::cpu(), values).unwrap()
+}
+
+fn queue() -> Queue {
+    Queue::cpu(1, Level::best())
+}
+
+fn outputs(args: &[Arg], which: &[usize]) -> Vec<Vec<u8>> {
+    which.iter().map(|&i| bytes_of(&args[i]).to_vec()).collect()
+}
+
+/// Half the distance of neighbouring bf16 values, relative.
+const BF16: f64 = 1.0 / 256.0;
+/// The same of float32.
+const F32: f64 = 1.0 / (1u32 << 24) as f64;
+
+#[test]
+fn rms_norm() {
+    if !ready("rms_norm") {
+        return;
+    }
+    let source = include_str!("../../kernels/src/rms_norm/kernel.metal");
+    let (rows, columns, eps) = (5, 160, 1e-20f32);
+    let mut values = Values::new(1);
+    let (x, weight) = (values.bf16(rows * columns, 3.0), values.bf16(columns, 2.0));
+    let (mut normed, mut quantised) = (device(&vec![0f32; x.len()]), device(&vec![0f32; x.len()]));
+    let args = rms_norm::Args {
+        x: &device(&x),
+        weight: &device(&weight),
+        rows,
+        columns,
+        eps,
+        normed: Some(&mut normed),
+        quantised: Some(&mut quantised),
+    };
+    rms_norm::launch(&mut queue(), args).unwrap();
+    let metal = |program: &_, simdgroups, x: &[f32]| {
+        let rows = x.len() / columns;
+        let shape = shape(&[rows as u32, columns as u32, eps.to_bits(), 3]);
+        let mut args = [input(x), input(&weight), output(x.len()), output(x.len()), shape];
+        run(program, "rms_norm", rows, simdgroups, &mut args).map(|()| outputs(&args, &[2, 3]))
+    };
+    let edits = [
+        ("dropped last columns", "first < columns; first += 32u", "first + 32u < columns; first += 32u"),
+        ("row off by one", "x + row * columns", "x + (row ^ 1u) * columns"),
+        ("missing bf16 rounding", "bf16_round(weight[c] * (in[c] * factor))", "weight[c] * (in[c] * factor)"),
+        ("another mean", "columns, lane), columns, shape.eps)", "columns, lane), columns - 1u, shape.eps)"),
+        ("missing row bound", "    if (row >= shape.rows) return;\n", ""),
+    ];
+    let wanted = [bytes(normed.f32()).to_vec(), bytes(quantised.f32()).to_vec()];
+    prove("rms_norm", source, &wanted, &edits, |program, simdgroups| metal(program, simdgroups, &x));
+    let program = build("rms_norm", source);
+    let alone = metal(&program, 2, &x[3 * columns..4 * columns]).unwrap();
+    assert_eq!(floats(&alone[0]), normed.f32()[3 * columns..4 * columns], "a row alone");
+    let exact = rms_norm::reference::rms_norm(&wide(&x), &wide(&weight), eps.into(), Numerics::Exact);
+    // Of the sum of squares half of its relative error enters the factor; then four roundings and one to bf16.
+    let relative = BF16 + F32 * (columns as f64 / 64.0 + 6.0 + 8.0);
+    assert_close("rms_norm", normed.f32(), &exact, |i| exact[i].abs() * relative);
+    // A row with a NaN, an infinity or zeros keeps to itself.
+    let mut damaged = x.clone();
+    damaged[7] = f32::NAN;
+    damaged[columns + 9] = f32::INFINITY;
+    damaged[2 * columns..3 * columns].fill(0.0);
+    let got = metal(&program, 3, &damaged).unwrap();
+    assert_eq!(floats(&got[0])[3 * columns..], normed.f32()[3 * columns..], "neighbours");
+    assert_eq!(floats(&got[0])[2 * columns..3 * columns], vec![0.0; columns], "a row of zeros");
+}
+
+#[test]
+fn hyper_connections() {
+    if !ready("hyper_connections") {
+        return;
+    }
+    let source = include_str!("../../kernels/src/hyper/kernel.metal");
+    let (rows, hidden) = (3, 96);
+    let constants = hyper::Constants { iterations: 20, hc_eps: 1e-6, norm_eps: 1e-20 };
+    let mut values = Values::new(2);
+    let y = values.bf16(rows * hidden, 2.0);
+    let streams = values.bf16(rows * 4 * hidden, 3.0);
+    let mix: Vec<f32> = values.f32(rows * 4, 0.4).iter().map(|v| v + 0.5).collect();
+    let post: Vec<f32> = values.f32(rows * 4, 0.9).iter().map(|v| v + 1.0).collect();
+    let comb: Vec<f32> = values.f32(rows * 16, 0.2).iter().map(|v| v + 0.25).collect();
+    let function = values.f32(24 * 4 * hidden, 0.3);
+    let (base, scale, norm) = (values.f32(24, 1.0), values.f32(3, 0.7), values.bf16(hidden, 2.0));
+
+    let mut of = (device(&streams), device(&mix), device(&post), device(&comb));
+    let (mut normed, mut quantised) = (device(&vec![0f32; rows * hidden]), device(&vec![0f32; rows * hidden]));
+    let mut scratch = device(&vec![0f32; rows * hyper::SCRATCH_FLOATS]);
+    let (y_buffer, norm_buffer) = (device(&y), device(&norm));
+    let (function_buffer, base_buffer, scale_buffer) = (device(&function), device(&base), device(&scale));
+    let args = hyper::EnterArgs {
+        y: Some(&y_buffer),
+        streams: &mut of.0,
+        mix: &mut of.1,
+        post: &mut of.2,
+        comb: &mut of.3,
+        weights: hyper::MixWeights { function: &function_buffer, base: &base_buffer, scale: &scale_buffer },
+        norm: &norm_buffer,
+        constants,
+        rows,
+        hidden,
+        normed: Some(&mut normed),
+        quantised: Some(&mut quantised),
+        scratch: &mut scratch,
+    };
+    hyper::launch_enter(&mut queue(), args).unwrap();
+
+    // The three launches on rows `from..to`: streams, mix, post, comb, normed, quantised, collapsed.
+    let metal = |program: &_, simdgroups: u32, from: usize, to: usize| -> Result<Vec<Vec<u8>>, String> {
+        let rows = to - from;
+        let part = |values: &[f32], width: usize| values[from * width..to * width].to_vec();
+        let bits = [constants.hc_eps.to_bits(), constants.norm_eps.to_bits(), 0, 0];
+        let shape = shape(&[&[rows as u32, hidden as u32, constants.iterations, 15][..], &bits].concat());
+        let (streams, mix) = (in_place(&part(&streams, 4 * hidden)), in_place(&part(&mix, 4)));
+        let (post, comb) = (in_place(&part(&post, 4)), in_place(&part(&comb, 16)));
+        let mut expand =
+            [input(&part(&y, hidden)), streams, input(bytes_of(&post)), input(bytes_of(&comb)), shape.clone()];
+        run(program, "hyper_expand", (rows * hidden).div_ceil(32), simdgroups, &mut expand)?;
+        let streams = bytes_of(&expand[1]).to_vec();
+        let mut products = [input(&streams), input(&function), output(rows * 32), shape.clone()];
+        run(program, "hyper_products", rows * 13, simdgroups, &mut products)?;
+        let scratch = input(bytes_of(&products[2]));
+        let out = || output(rows * hidden);
+        let (base, scale, norm) = (input(&base), input(&scale), input(&norm));
+        let mut finish = [input(&streams), mix, post, comb, base, scale, norm, scratch, out(), out(), out(), shape];
+        run(program, "hyper_finish", rows, simdgroups, &mut finish)?;
+        let mut all = vec![streams];
+        all.extend(outputs(&finish, &[1, 2, 3, 8, 9, 10]));
+        Ok(all)
+    };
+    let collapsed: Vec<f32> = (0..rows)
+        .flat_map(|r| {
+            let row = wide(&of.0.f32()[r * 4 * hidden..(r + 1) * 4 * hidden]);
+            hyper::reference::collapse(&row, &wide(&mix[r * 4..r * 4 + 4]), Numerics::Release)
+        })
+        .map(|value| value as f32)
+        .collect();
+    let mut wanted: Vec<Vec<u8>> =
+        [&of.0, &of.1, &of.2, &of.3, &normed, &quantised].iter().map(|buffer| bytes(buffer.f32()).to_vec()).collect();
+    wanted.push(bytes(&collapsed).to_vec());
+    let edits = [
+        (
+            "transposed comb",
+            "device const float *weights = comb + row * 16u + j;",
+            "device const float *weights = comb + row * 16u + 3u - j;",
+        ),
+        (
+            "stale stream",
+            "x2 = x[2u * hidden], x3 = x[3u * hidden], out",
+            "x2 = x[2u * hidden], x3 = x[2u * hidden], out",
+        ),
+        ("unrounded expand", "bf16_round(sum + post[row * 4u + j] * out)", "sum + post[row * 4u + j] * out"),
+        ("shortened product", "c < width; c += 16u) sum", "c + 16u < width; c += 16u) sum"),
+        ("product over both halves", "output = 2u * pair + lane / 16u", "output = 2u * pair"),
+        ("dropped barrier before the new mix", "    simdgroup_barrier(mem_flags::mem_device);\n", ""),
+        ("one iteration fewer", "uint i = 1u; i < shape.iterations", "uint i = 2u; i < shape.iterations"),
+        ("missing eps", "value / sum4(value, row_base, 1u) + eps;", "value / sum4(value, row_base, 1u);"),
+        ("wrong maximum", "max_second(max_second(max_second(v0, v1), v2), v3)", "max_second(max_second(v0, v1), v2)"),
+        ("swapped scales", "* scale[2] + base[8u + at]", "* scale[1] + base[8u + at]"),
+        ("reassociated sum of four", "return ((v0 + v1) + v2) + v3;", "return (v0 + v1) + (v2 + v3);"),
+    ];
+    prove("hyper", source, &wanted, &edits, |program, simdgroups| metal(program, simdgroups, 0, rows));
+    let program = build("hyper", source);
+    let alone = metal(&program, 2, 2, 3).unwrap();
+    for (i, (alone, wanted)) in alone.iter().zip(&wanted).enumerate() {
+        assert_eq!(alone[..], wanted[wanted.len() / rows * 2..], "a row alone: output {i}");
+    }
+
+    for r in 0..rows {
+        let at = |values: &[f32], width: usize| wide(&values[r * width..(r + 1) * width]);
+        let old = hyper::reference::Mixes { pre: Vec::new(), post: at(&post, 4), comb: at(&comb, 16) };
+        let x = hyper::reference::expand(&at(&y, hidden), &at(&streams, 4 * hidden), &old, Numerics::Exact);
+        // Five products and sums in float32 of values below 3 * 0.45 * 4 + 2 * 2, then bf16.
+        assert_close("expand", &of.0.f32()[r * 4 * hidden..][..4 * hidden], &x, |i| {
+            x[i].abs() * BF16 + 10.0 * F32 * 10.0
+        });
+        let constants = hyper::reference::MixConstants { hc: 4, iterations: 20, hc_eps: 1e-6, rms_eps: 1e-20 };
+        let stored = at(of.0.f32(), 4 * hidden);
+        let mixes = hyper::reference::mixes(&stored, &wide(&function), &wide(&scale), &wide(&base), constants);
+        // z: a chain of hidden / 4 steps over products whose magnitudes add up to at most 0.3 * sqrt(4 hidden) * sqrt(4 hidden)
+        // relative to the root mean square; the sinkhorn contracts, each of its steps adds some roundings.
+        let z_bound = F32 * (hidden as f64 / 4.0 + 16.0) * 0.3 * 4.0 * hidden as f64 * 0.7;
+        let bound = 2.0 * z_bound + 400.0 * F32;
+        for (name, got, wanted) in
+            [("pre", &of.1, &mixes.pre), ("post", &of.2, &mixes.post), ("comb", &of.3, &mixes.comb)]
+        {
+            let width = wanted.len();
+            assert_close(name, &got.f32()[r * width..(r + 1) * width], wanted, |_| bound);
+        }
+    }
+}
