@@ -46,7 +46,7 @@ impl Asker {
     /// As loading; and limits that the model can't serve.
     pub fn start(checked: &Checked, arguments: &Arguments) -> Result<Asker, Failure> {
         let model = checked.model(checked.loading.options.clone())?;
-        let limits = resolve::engine_limits(arguments, &tf_engine::model::Model::limits(&model));
+        let limits = resolve::engine_limits(arguments, &tf_engine::model::Model::limits(&model), &checked.loading);
         let (engine, _) = tf_engine::spawn(model, limits, Arc::new(WallClock::new()))
             .map_err(|error| Failure::run_time(error.to_string()))?;
         Ok(Asker {
@@ -98,6 +98,7 @@ impl Asker {
                 max_tokens: self.max_tokens.map_or(room, |most| room.min(most as usize)) as u32,
                 end_ids: vec![end],
                 draft_max: self.draft_max,
+                snapshot_at: tf_server::conversation_positions(&ids, &self.tokenizer),
                 ..Request::greedy(&ids, 0)
             })
             .map_err(|error| failed(error.to_string()))?;

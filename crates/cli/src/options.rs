@@ -410,7 +410,7 @@ const BENCH: &[Command] = &[Command::Bench];
 const PULL: &[Command] = &[Command::Pull];
 
 const NO_METRICS: &str = "the server has no metrics yet";
-const NO_PREFIX_CACHE: &str = "prefixes aren't kept across requests yet";
+const NO_DISK_TIER: &str = "prefixes are kept in memory only so far";
 const NO_SUBCOMMAND: &str = "the bench subcommand that it belongs to isn't built yet";
 const ONE_DEVICE: &str = "it has no effect on the cpu backend";
 
@@ -520,20 +520,21 @@ pub const OPTIONS: &[OptionSpec] = &[
     option("spec-type", Kind::Text, S::Drafting, DRAFTS, NONE,
         "kind of drafter").later("use --draft on or --draft off"),
 
-    option("prefix-cache", ON_OFF, S::PrefixCache, SERVE_RUN, OFF,
+    option("prefix-cache", ON_OFF, S::PrefixCache, SERVE_RUN, DefaultValue::Is("on"),
         "keep prefixes for later requests")
-        .also(&[fixed("--enable-prefix-caching", "on"), fixed("--no-enable-prefix-caching", "off")]).later(NO_PREFIX_CACHE),
-    option("prefix-cache-bytes", Kind::Size, S::PrefixCache, SERVE_RUN, NONE,
-        "budget of kept prefixes").also(&[unit("--prompt-cache-gib", "GiB")]).later(NO_PREFIX_CACHE),
-    option("snapshot-every", count(1, 1 << 30), S::PrefixCache, SERVE_RUN, NONE,
-        "tokens between snapshots inside a prompt").later(NO_PREFIX_CACHE),
+        .also(&[fixed("--enable-prefix-caching", "on"), fixed("--no-enable-prefix-caching", "off")]),
+    option("prefix-cache-bytes", Kind::Size, S::PrefixCache, SERVE_RUN,
+        DefaultValue::Says("what is idle, up to 32 full windows"),
+        "budget of kept prefixes").also(&[unit("--prompt-cache-gib", "GiB")]),
+    option("snapshot-every", count(1, 1 << 30), S::PrefixCache, SERVE_RUN, DefaultValue::Is("4096"),
+        "tokens between snapshots inside a prompt"),
     option("cache-dir", Kind::Folder, S::PrefixCache, SERVE, OFF,
         "disk tier that survives a restart")
-        .also(&[same("--kv-disk-dir"), same("--slot-save-path")]).later(NO_PREFIX_CACHE),
+        .also(&[same("--kv-disk-dir"), same("--slot-save-path")]).later(NO_DISK_TIER),
     option("cache-dir-bytes", Kind::Size, S::PrefixCache, SERVE, NONE,
-        "budget of the disk tier").also(&[unit("--spill-gib", "GiB")]).later(NO_PREFIX_CACHE),
+        "budget of the disk tier").also(&[unit("--spill-gib", "GiB")]).later(NO_DISK_TIER),
     option("cache-dir-min-free", Kind::Size, S::PrefixCache, SERVE, NONE,
-        "disk space that the tier leaves free").later(NO_PREFIX_CACHE),
+        "disk space that the tier leaves free").later(NO_DISK_TIER),
 
     option("backend", Kind::Choice { built: &["auto", "cpu"], later: &["cuda", "metal"] }, S::Devices, COMPUTES, DefaultValue::Is("auto"),
         "an absent one is an error, never a silent CPU run").also(&[same("--device")]),

@@ -10,6 +10,7 @@ use tf_engine::limits::EngineLimits;
 use tf_engine::model::ModelLimits;
 use tf_model::deepseek_v41::Options;
 use tf_model::deepseek_v41::memory::MemoryPlan;
+use tf_model::deepseek_v41::pages::PAGE_POSITIONS;
 use tf_model::deepseek_v41::shape::Shape;
 use tf_numerics::lanes::Level;
 use tf_server::{ReasoningField, SamplingDefaults};
@@ -22,12 +23,16 @@ use crate::machine::{self, Memory};
 const SLOTS_AUTO: u32 = 8;
 /// Rows of a round that `--round-rows auto` takes.
 const ROUND_ROWS_AUTO: u32 = 512;
+/// Full windows that kept prefixes take at most where nobody says.
+const KEPT_WINDOWS_AUTO: u64 = 32;
 
 /// What a model is loaded with, and what that takes.
 #[derive(Clone, Debug)]
 pub struct Loading {
     pub options: Options,
     pub plan: MemoryPlan,
+    /// Bytes for kept prefixes, their pages included; 0 keeps none.
+    pub prefix_cache_bytes: u64,
     /// What the program may take; `None` where the machine's memory isn't known.
     pub budget: Option<u64>,
 }
@@ -65,7 +70,23 @@ pub fn loading(arguments: &Arguments, shape: &Shape, memory: Option<Memory>) -> 
         return Err(Mistakes(mistakes));
     }
 
-    let plan = |slots: u32, context: u32| MemoryPlan::new(shape, slots, context, round_rows, threads, None);
+    // A copy of a shared page for each slot, beside its own.
+    let slot_pages = |slots: u32, context: u32| slots * (context.div_ceil(PAGE_POSITIONS) + 1);
+    let with_pages =
+        |slots: u32, context: u32, pages: u32| MemoryPlan::new(shape, slots, context, round_rows, threads, Some(pages));
+    let page_bytes = with_pages(1, 1, 1).page_bytes.max(1);
+    let is_kept = !matches!(flag_value(arguments, "prefix-cache"), Some(Value::Text(text)) if text == "off");
+    let asked_bytes = match flag_value(arguments, "prefix-cache-bytes") {
+        _ if !is_kept => Some(0),
+        Some(Value::Bytes(bytes)) => Some(*bytes),
+        _ => None,
+    };
+    let kept_pages = |bytes: u64| u32::try_from(bytes / page_bytes).unwrap_or(u32::MAX / 2);
+    // Without a figure for kept prefixes, a request of the whole window and one kept beside it must fit.
+    let plan = |slots: u32, context: u32| {
+        let kept = asked_bytes.map_or(slots * context.div_ceil(PAGE_POSITIONS), kept_pages);
+        with_pages(slots, context, slot_pages(slots, context).saturating_add(kept))
+    };
     let room = budget.unwrap_or(u64::MAX);
     let refuse = |text: String| Mistakes(vec![text]);
     let least = plan(1, context.unwrap_or(1));
@@ -79,7 +100,6 @@ pub fn loading(arguments: &Arguments, shape: &Shape, memory: Option<Memory>) -> 
     let context = match context {
         Some(context) => context,
         None => {
-            // The plan holds every slot twice, so that as much again can be kept beside running requests.
             let fits = |context: &u32| plan(slots.unwrap_or(1), *context).total_bytes() <= room;
             largest(longest, fits).ok_or_else(|| {
                 let room = show_bytes(room);
@@ -97,11 +117,10 @@ pub fn loading(arguments: &Arguments, shape: &Shape, memory: Option<Memory>) -> 
         Some(slots) => slots,
         None => largest(SLOTS_AUTO, |slots| plan(*slots, context).total_bytes() <= room).unwrap_or(1),
     };
-    let plan = plan(slots, context);
+    let whole = plan;
+    let plan = whole(slots, context);
     if plan.total_bytes() > room {
-        let most = largest(slots, |slots| {
-            MemoryPlan::new(shape, *slots, context, round_rows, threads, None).total_bytes() <= room
-        });
+        let most = largest(slots, |slots| whole(*slots, context).total_bytes() <= room);
         let hint = match most {
             Some(most) => format!("--parallel {most} fits"),
             None => "Use a smaller --context".to_owned(),
@@ -113,8 +132,24 @@ pub fn loading(arguments: &Arguments, shape: &Shape, memory: Option<Memory>) -> 
         )));
     }
     let draft = draft_max(arguments, shape.dspark_block_size as u32) > 0;
-    let options = Options { threads, level: Level::best(), context, slots, round_rows, draft, ..Options::default() };
-    Ok(Loading { options, plan, budget })
+    let own_pages = slot_pages(slots, context);
+    let prefix_cache_bytes = asked_bytes.unwrap_or_else(|| {
+        let idle = room.saturating_sub(with_pages(slots, context, own_pages).total_bytes());
+        idle.min(KEPT_WINDOWS_AUTO * (u64::from(context) * plan.position_bytes + 4 * plan.snapshot_bytes))
+    });
+    let pages = own_pages.saturating_add(kept_pages(prefix_cache_bytes));
+    let plan = with_pages(slots, context, pages);
+    let options = Options {
+        threads,
+        level: Level::best(),
+        context,
+        slots,
+        round_rows,
+        draft,
+        pages: Some(pages),
+        ..Options::default()
+    };
+    Ok(Loading { options, plan, prefix_cache_bytes, budget })
 }
 
 /// The largest number from 1 to `most` for which `fits` holds; it holds for smaller ones where it does for larger.
@@ -134,6 +169,12 @@ fn largest(most: u32, fits: impl Fn(&u32) -> bool) -> Option<u32> {
 fn flag_count(arguments: &Arguments, flag: &str) -> Option<u64> {
     crate::options::find(arguments.command, flag)?;
     arguments.count(flag)
+}
+
+/// The value of an option where the command has it and someone set it.
+fn flag_value<'a>(arguments: &'a Arguments, flag: &str) -> Option<&'a Value> {
+    crate::options::find(arguments.command, flag)?;
+    arguments.setting(flag).map(|setting| &setting.value)
 }
 
 /// What the program may take: `--memory`, else what is free less a reserve.
@@ -164,8 +205,12 @@ pub fn draft_max(arguments: &Arguments, block: u32) -> u32 {
 }
 
 /// What the engine allows, for a model that was loaded with these arguments.
-pub fn engine_limits(arguments: &Arguments, model: &ModelLimits) -> EngineLimits {
+pub fn engine_limits(arguments: &Arguments, model: &ModelLimits, loading: &Loading) -> EngineLimits {
     let mut limits = EngineLimits::for_model(model);
+    limits.prefix_cache_bytes = loading.prefix_cache_bytes;
+    if let Some(every) = flag_count(arguments, "snapshot-every") {
+        limits.snapshot_every = every as u32;
+    }
     limits.draft.max = draft_max(arguments, model.draft_block);
     limits.draft.adaptive = !matches!(arguments.setting("draft").map(|setting| &setting.value), Some(Value::Count(_)));
     if let Some(confidence) = arguments.number("draft-confidence") {
@@ -350,7 +395,7 @@ mod tests {
     #[test]
     fn engine_and_chat_hear_their_flags() {
         let model = ModelLimits { vocab_size: 8, context: 64, slots: 2, round_rows: 32, draft_block: 5 };
-        let limits = |line: &str| engine_limits(&arguments(line), &model);
+        let limits = |line: &str| engine_limits(&arguments(line), &model, &loading_of(line).unwrap());
         let default = limits("serve");
         assert_eq!((default.draft.max, default.draft.adaptive, default.queue), (5, true, 128));
         assert_eq!(limits("serve --no-drafts").draft.max, 0);
@@ -360,6 +405,10 @@ mod tests {
         assert_eq!(limits("serve --queue-timeout 1.5").queue_timeout, Duration::from_millis(1500));
         assert_eq!(limits("serve --chunk 7").prompt_chunk, 7);
         assert_eq!(limits("run").queue, 128);
+        assert!(default.prefix_cache_bytes > 0 && default.snapshot_every == 4096);
+        assert_eq!(limits("serve --prefix-cache off").prefix_cache_bytes, 0);
+        assert_eq!(limits("serve --prefix-cache-bytes 3MiB").prefix_cache_bytes, 3 << 20);
+        assert_eq!(limits("run --snapshot-every 7").snapshot_every, 7);
         assert!(chat(&arguments("serve")).thinking);
         assert!(!chat(&arguments("serve --no-thinking")).thinking);
         assert!(!chat(&arguments("run --reasoning-effort none")).thinking);

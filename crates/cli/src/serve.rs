@@ -48,7 +48,7 @@ async fn serve(arguments: &Arguments, checked: Checked, address: SocketAddr) -> 
     }
     eprint!("{}", plan_text(&checked));
     let model = checked.model(checked.loading.options.clone())?;
-    let limits = resolve::engine_limits(arguments, &tf_engine::model::Model::limits(&model));
+    let limits = resolve::engine_limits(arguments, &tf_engine::model::Model::limits(&model), &checked.loading);
     let (engine, thread) = tf_engine::spawn(model, limits, Arc::new(WallClock::new()))
         .map_err(|error| Failure::run_time(error.to_string()))?;
 

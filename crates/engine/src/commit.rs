@@ -1,5 +1,7 @@
 //! The only writer: admits requests, takes over a round's verdict, ends replies.
 
+use std::sync::Arc;
+
 use tf_text::TokenId;
 
 use crate::clock::Time;
@@ -7,9 +9,9 @@ use crate::depth::Acceptance;
 use crate::limits::DRAFTS_MAX;
 use crate::model::{Drawn, DrawnRow};
 use crate::plan::Plan;
-use crate::request::{FinishReason, Finished, Position, ReplyStats, RequestId};
+use crate::request::{CacheUse, FinishReason, Finished, Position, ReplyStats, RequestId};
 use crate::sequence::Sequence;
-use crate::state::{State, Waiting};
+use crate::state::{Released, State, Waiting};
 use crate::stats::EngineStats;
 use crate::verify::Accepted;
 
@@ -29,16 +31,20 @@ pub fn admit(state: &mut State, now: Time) {
             end_sequence(state, index, FinishReason::Deadline, now);
         }
     }
+    let is_short = state.is_head_short_of_pages();
     for index in (0..state.queue.len()).rev() {
         let waiting = &state.queue[index];
         if waiting.request.deadline.is_some_and(|deadline| deadline <= now) {
             end_waiting(state, index, FinishReason::Deadline, now);
-        } else if state.slots.free_count() == 0 && now.since(waiting.submitted) > state.limits.queue_timeout {
+        } else if (state.slots.free_count() == 0 || is_short)
+            && now.since(waiting.submitted) > state.limits.queue_timeout
+        {
             end_waiting(state, index, FinishReason::QueueTimeout, now);
         }
     }
     let waiting_before = state.queue.len();
     while let Some(id) = state.queue.front().map(|waiting| waiting.id)
+        && !state.is_head_short_of_pages()
         && let Some(slot) = state.slots.take(id)
     {
         let waiting = state.queue.pop_front().expect("the front was read above");
@@ -53,6 +59,12 @@ pub fn admit(state: &mut State, now: Time) {
             reply: Vec::with_capacity(waiting.request.max_tokens.min(4096) as usize),
             request: waiting.request,
             computed: 0,
+            is_placed: false,
+            snapshot_at: Vec::new(),
+            kept_to: 0,
+            source: None,
+            follows: None,
+            waits: false,
             drafts: Vec::with_capacity(DRAFTS_MAX),
             confidence: Vec::with_capacity(DRAFTS_MAX),
             passed_over: 0,
@@ -118,6 +130,7 @@ pub fn commit(state: &mut State, plan: &Plan, drawn: &Drawn, accepted: &[Accepte
         let sequence = &mut state.sequences[window.sequence];
         assert_eq!(sequence.computed, window.start, "a window that doesn't continue its sequence");
         sequence.computed = verdict.kept;
+        sequence.snapshot_at.retain(|&at| at > verdict.kept);
         match plan.drafts[index] {
             Some(draft_count) => {
                 count_verdict(sequence, &mut state.stats, draft_count as usize, verdict);
@@ -166,6 +179,63 @@ pub fn propose(state: &mut State, index: usize, count: usize, tokens: &[TokenId]
     sequence.acceptance.record_untried(count, untried);
 }
 
+/// Starts a sequence at the end of a restored prefix, or says why there is none.
+pub fn place(state: &mut State, index: usize, resumed: Position, source: Option<Arc<[TokenId]>>, cache: CacheUse) {
+    let sequence = &mut state.sequences[index];
+    assert_eq!(sequence.computed, sequence.stats.cached_tokens, "rows are restored before any is computed");
+    assert!(resumed < sequence.prompt_length(), "a prompt's last row is always computed");
+    state.stats.cached_tokens += u64::from(resumed - sequence.computed);
+    sequence.is_placed = true;
+    sequence.computed = resumed;
+    sequence.kept_to = resumed;
+    sequence.source = source;
+    sequence.stats.cached_tokens = resumed;
+    sequence.stats.cache = cache;
+}
+
+/// Names the positions inside a prompt whose state shall be kept.
+pub fn want_states(state: &mut State, index: usize, wanted: Vec<Position>) {
+    state.sequences[index].snapshot_at = wanted;
+}
+
+/// Makes a sequence wait until `leader` has reached `at`, a position of their common prefix.
+pub fn follow(state: &mut State, index: usize, leader: usize, at: Position) {
+    let other = &mut state.sequences[leader];
+    let id = other.id;
+    if at + 1 < other.prompt_length()
+        && let Err(place) = other.snapshot_at.binary_search(&at)
+    {
+        other.snapshot_at.insert(place, at);
+    }
+    state.sequences[index].follows = Some((id, at));
+}
+
+/// A sequence's state at this position is kept.
+pub fn note_kept(state: &mut State, index: usize, at: Position) {
+    let sequence = &mut state.sequences[index];
+    sequence.kept_to = sequence.kept_to.max(at);
+}
+
+/// Leaves a sequence out of the next round, with its state.
+pub fn wait(state: &mut State, id: RequestId) {
+    state.stats.page_waits += 1;
+    state.sequences.iter_mut().filter(|sequence| sequence.id == id).for_each(|sequence| sequence.waits = true);
+}
+
+/// Lets sequences that waited take part again.
+pub fn end_waits(state: &mut State) {
+    state.sequences.iter_mut().for_each(|sequence| sequence.waits = false);
+}
+
+/// Ends the newest sequence for want of pages.
+pub fn end_newest(state: &mut State, now: Time) {
+    let newest = (0..state.sequences.len()).max_by_key(|&index| state.sequences[index].id);
+    if let Some(index) = newest {
+        end_sequence(state, index, FinishReason::OutOfMemory, now);
+        publish_load(state);
+    }
+}
+
 fn count_verdict(sequence: &mut Sequence, stats: &mut EngineStats, draft_count: usize, verdict: &Accepted) {
     let accepted = verdict.accepted as usize;
     sequence.stats.windows += 1;
@@ -206,7 +276,14 @@ fn count_passed_over(state: &mut State, plan: &Plan) {
 fn end_sequence(state: &mut State, index: usize, reason: FinishReason, now: Time) {
     let mut sequence = state.sequences.remove(index);
     state.slots.free(sequence.slot, sequence.id);
-    state.released.push(sequence.slot);
+    let is_whole = !matches!(
+        reason,
+        FinishReason::Failed(_) | FinishReason::DeviceLost(_) | FinishReason::OutOfMemory | FinishReason::Stopped
+    );
+    // A state one row further than a kept one saves nothing worth its bytes.
+    let is_kept = state.keeping.is_on && is_whole && sequence.computed > sequence.kept_to + 1;
+    let tokens = is_kept.then(|| sequence.computed_tokens());
+    state.released.push(Released { slot: sequence.slot, tokens });
     let first_token = sequence.first_token.unwrap_or(now);
     sequence.stats.reply_tokens = sequence.reply.len() as u32;
     sequence.stats.prefill = first_token.since(sequence.started);

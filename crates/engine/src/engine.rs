@@ -16,8 +16,10 @@ use crate::clock::{Clock, Time};
 use crate::commit;
 use crate::limits::{EngineLimits, LimitsError};
 use crate::model::{Model, ModelLimits};
+use crate::prefix_cache::PrefixCache;
+use crate::prefixes::{self, release};
 use crate::request::{FinishReason, Request, RequestId, StopReason, SubmitError};
-use crate::round::{Busy, Scratch, release, run_round};
+use crate::round::{Busy, Scratch, run_round};
 use crate::state::{State, Waiting};
 use crate::stats::EngineStats;
 
@@ -253,6 +255,7 @@ pub struct Engine<M: Model> {
     state: State,
     model: M,
     scratch: Scratch,
+    cache: PrefixCache<M::Snapshot>,
     commands: mpsc::Receiver<Command>,
     shared: Arc<Shared>,
     is_draining: bool,
@@ -266,7 +269,9 @@ impl<M: Model> Engine<M> {
     pub fn new(model: M, limits: EngineLimits, clock: Arc<dyn Clock>) -> Result<(Self, EngineHandle), LimitsError> {
         let model_limits = model.limits();
         let limits = limits.checked(&model_limits)?;
-        let state = State::new(limits, &model_limits);
+        let mut state = State::new(limits, &model_limits);
+        state.keeping = prefixes::rules_for(&model, &limits);
+        let cache = prefixes::cache_for(&model, &limits);
         let (sender, commands) = mpsc::channel();
         let shared = Arc::new(Shared {
             limits,
@@ -278,7 +283,7 @@ impl<M: Model> Engine<M> {
             lifecycle: Mutex::new(Lifecycle::Running),
         });
         let handle = EngineHandle { commands: sender, shared: shared.clone() };
-        let engine = Engine { state, model, scratch: Scratch::default(), commands, shared, is_draining: false };
+        let engine = Engine { state, model, scratch: Scratch::default(), cache, commands, shared, is_draining: false };
         Ok((engine, handle))
     }
 
@@ -294,7 +299,7 @@ impl<M: Model> Engine<M> {
         loop {
             if !self.read_commands(&*clock) {
                 commit::end_all(&mut self.state, &FinishReason::Stopped, clock.now());
-                release(&mut self.state, &mut self.model);
+                release(&mut self.state, &mut self.model, &mut self.cache);
                 self.publish(None);
                 return StopReason::Asked;
             }
@@ -302,7 +307,7 @@ impl<M: Model> Engine<M> {
                 return StopReason::Drained;
             }
             self.publish(Some(clock.now()).filter(|_| !self.state.is_idle()));
-            match run_round(&mut self.state, &mut self.model, &*clock, &mut self.scratch) {
+            match run_round(&mut self.state, &mut self.model, &*clock, &mut self.scratch, &mut self.cache) {
                 Ok(Busy::Worked) => self.state.stats.last_round = Some(clock.now()),
                 Ok(Busy::Idle) => {}
                 Err(lost) => {
@@ -339,7 +344,7 @@ impl<M: Model> Engine<M> {
             Command::Submit(waiting) => commit::enqueue(&mut self.state, *waiting),
             Command::Cancel(id) => {
                 commit::cancel(&mut self.state, id, clock.now());
-                release(&mut self.state, &mut self.model);
+                release(&mut self.state, &mut self.model, &mut self.cache);
             }
             Command::Drain => self.is_draining = true,
             Command::Stop => return false,

@@ -12,6 +12,8 @@ pub mod engine;
 pub mod limits;
 pub mod model;
 pub mod plan;
+pub mod prefix_cache;
+pub mod prefixes;
 pub mod request;
 pub mod round;
 pub mod sequence;
@@ -26,6 +28,7 @@ pub use clock::{Clock, Time, VirtualClock, WallClock};
 pub use engine::{Engine, EngineHandle, Lifecycle, Reply, spawn};
 pub use limits::{DraftPolicy, EngineLimits, LimitsError};
 pub use request::{
-    FinishReason, Finished, Position, ReplyStats, Request, RequestId, Sampling, StopReason, SubmitError,
+    CacheReason, CacheSource, CacheUse, FinishReason, Finished, Position, ReplyStats, Request, RequestId, Sampling,
+    StopReason, SubmitError,
 };
 pub use stats::EngineStats;

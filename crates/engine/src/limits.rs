@@ -12,6 +12,8 @@ pub const PASSED_OVER_MAX: u32 = 8;
 pub const PROMPT_ROWS_MIN: u32 = 8;
 /// Prompt rows beside running replies before any prompt row was timed.
 pub const PROMPT_ROWS_UNTIMED: u32 = 64;
+/// Rows that a snapshot inside a prompt must save before a round ends early for it, or a prompt waits for another's.
+pub const SNAPSHOT_ROWS_MIN: u32 = 16;
 
 /// How drafts are used. Speed only; no choice here can change a reply.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -42,6 +44,10 @@ pub struct EngineLimits {
     /// Positions of one sequence; at most the model's.
     pub context: u32,
     pub draft: DraftPolicy,
+    /// Bytes that kept prefixes may take, pages included; 0 keeps none. Changes no bit.
+    pub prefix_cache_bytes: u64,
+    /// Prompt positions between snapshots, besides those that a request names.
+    pub snapshot_every: u32,
     /// A reader with more unread tokens than this is cancelled.
     pub unread_tokens: u32,
     /// A reader whose oldest unread token is older than this is cancelled.
@@ -60,6 +66,8 @@ impl EngineLimits {
             queue_timeout: Duration::from_secs(120),
             context: model.context,
             draft: DraftPolicy { max: model.draft_block, adaptive: true, confidence_min: 0.0 },
+            prefix_cache_bytes: 0,
+            snapshot_every: 4096,
             unread_tokens: 4096,
             unread_time: Duration::from_secs(60),
         }
@@ -85,6 +93,7 @@ impl EngineLimits {
             need(found >= 1, format!("{name} must be 1 or more"));
             need(found <= max, format!("{found} {name} are more than this model's {max}"));
         }
+        need(self.snapshot_every >= 1, "snapshots must be 1 position or more apart".to_string());
         need(self.prompt_chunk >= 1, "a prompt chunk must have 1 row or more".to_string());
         need(
             self.round_rows > self.slots || (self.slots == 1 && self.round_rows == 1),

@@ -130,6 +130,18 @@ impl Drafts {
     }
 }
 
+/// The paged part of a model's state. Slots and snapshots share pages; a slot writes only into pages of its own.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PageCounts {
+    pub total: u32,
+    /// Pages that neither a slot nor a snapshot holds.
+    pub free: u32,
+    /// Positions of one page.
+    pub positions: u32,
+    /// Bytes of one page.
+    pub bytes: u64,
+}
+
 /// Why a forward gave nothing.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum ForwardError {
@@ -162,8 +174,29 @@ pub trait Model {
     /// Proposes tokens after each anchor. Never changes what `forward` computes.
     fn draft(&mut self, wanted: &[DraftRequest<'_>], drafts: &mut Drafts) -> Result<(), ForwardError>;
 
-    /// The state of `slot` at its kept length.
-    fn snapshot(&mut self, slot: SlotIndex) -> Self::Snapshot;
+    /// The state of `slot` at `position`: its kept length, or up to `snapshot_reach` positions before that.
+    fn snapshot(&mut self, slot: SlotIndex, position: Position) -> Self::Snapshot;
+
+    /// How many positions before a slot's kept length a snapshot may lie.
+    fn snapshot_reach(&self) -> u32;
+
+    /// Whether windows with this `prompt_end` or a later one may follow the restored snapshot. False where rows that
+    /// they would read were skipped.
+    fn can_resume(&self, snapshot: &Self::Snapshot, prompt_end: Position) -> bool;
+
+    /// The same for what `slot` holds now.
+    fn can_continue(&self, slot: SlotIndex, prompt_end: Position) -> bool;
+
+    /// Bytes that a snapshot takes, without its pages.
+    fn snapshot_bytes(&self, snapshot: &Self::Snapshot) -> u64;
+
+    /// Appends the numbers of the pages that a snapshot shares.
+    fn snapshot_pages(&self, snapshot: &Self::Snapshot, pages: &mut Vec<u32>);
+
+    fn pages(&self) -> PageCounts;
+
+    /// Free pages that `slot` takes when it grows to `end` positions.
+    fn pages_needed(&self, slot: SlotIndex, end: Position) -> u32;
 
     /// Puts a snapshot into an empty slot.
     fn restore(&mut self, slot: SlotIndex, snapshot: &Self::Snapshot);

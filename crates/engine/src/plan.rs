@@ -6,7 +6,7 @@
 use crate::limits::{PASSED_OVER_MAX, PROMPT_ROWS_MIN, PROMPT_ROWS_UNTIMED};
 use crate::model::{RoundPlan, Window};
 use crate::sequence::Sequence;
-use crate::state::State;
+use crate::state::{KeepRules, State};
 
 /// A round's rows. Reused from round to round.
 #[derive(Clone, Debug, Default)]
@@ -43,14 +43,15 @@ impl Plan {
 /// Fills `plan` with the next round.
 pub fn plan(state: &State, plan: &mut Plan) {
     plan.clear();
-    let decoding = state.sequences.iter().filter(|sequence| !sequence.is_prefilling()).count() as u32;
-    let prefilling = state.sequences.len() as u32 - decoding;
+    let decoding = state.sequences.iter().filter(|sequence| is_decoding(sequence)).count() as u32;
+    let is_waiting = |sequence: &Sequence| sequence.is_prefilling() && !sequence.is_held();
+    let prefilling = state.sequences.iter().filter(|sequence| is_waiting(sequence)).count();
     let mut rows_left = state.limits.round_rows - decoding;
     // Drafts are optional rows: while a prompt waits they take at most half of what is left.
     let mut draft_rows_left = if prefilling > 0 { rows_left / 2 } else { rows_left };
 
     for (index, sequence) in state.sequences.iter().enumerate() {
-        if sequence.is_prefilling() {
+        if !is_decoding(sequence) {
             continue;
         }
         let draft_count = (sequence.drafts.len() as u32).min(draft_rows_left);
@@ -69,7 +70,7 @@ pub fn plan(state: &State, plan: &mut Plan) {
         let timed = state.pace.prompt_rows_within(gap, plan.row_counts().1);
         prompt_rows_left = prompt_rows_left.min(timed.unwrap_or(PROMPT_ROWS_UNTIMED).max(PROMPT_ROWS_MIN));
     }
-    plan.order.extend((0..state.sequences.len()).filter(|&index| state.sequences[index].is_prefilling()));
+    plan.order.extend((0..state.sequences.len()).filter(|&index| is_waiting(&state.sequences[index])));
     plan.order.sort_unstable_by_key(|&index| {
         let sequence = &state.sequences[index];
         (sequence.passed_over < PASSED_OVER_MAX, sequence.prompt_rows_left(), sequence.id)
@@ -78,11 +79,32 @@ pub fn plan(state: &State, plan: &mut Plan) {
         let index = plan.order[order_index];
         let sequence = &state.sequences[index];
         let row_count = sequence.prompt_rows_left().min(state.limits.prompt_chunk).min(prompt_rows_left);
+        let row_count = up_to_snapshot(state, sequence, row_count);
         if row_count == 0 {
             break;
         }
         prompt_rows_left -= row_count;
         push_prompt(plan, index, sequence, row_count);
+    }
+}
+
+fn is_decoding(sequence: &Sequence) -> bool {
+    !sequence.is_prefilling() && !sequence.is_held()
+}
+
+/// Rows up to the next position whose state is wanted, or past it as far as the state can still be taken.
+fn up_to_snapshot(state: &State, sequence: &Sequence, row_count: u32) -> u32 {
+    let KeepRules { is_on, every, reach, .. } = state.keeping;
+    if !is_on {
+        return row_count;
+    }
+    let start = sequence.computed;
+    let named = sequence.snapshot_at.first().copied();
+    let spaced = (start / every + 1).checked_mul(every);
+    let next = named.into_iter().chain(spaced).filter(|&at| at > start).min();
+    match next {
+        Some(at) if start + row_count > at.saturating_add(reach) => at - start,
+        _ => row_count,
     }
 }
 
@@ -125,7 +147,8 @@ fn push_prompt(plan: &mut Plan, index: usize, sequence: &Sequence, row_count: u3
         slot: sequence.slot,
         start,
         rows: first..first + row_count,
-        prompt_end: sequence.prompt_length(),
+        // Rows before a wanted state are computed as if the prompt ended there, so that anything may follow it.
+        prompt_end: sequence.snapshot_at.first().copied().unwrap_or(sequence.prompt_length()),
         whole: sequence.request.score_prompt,
         draw,
         logprobs: sequence.request.logprobs,

@@ -82,6 +82,9 @@ pub struct Request {
     pub score_prompt: bool,
     /// The reply ends here, finished or not.
     pub deadline: Option<Time>,
+    /// Prompt positions whose state later requests may want: the end of the last message's text, the start of the last
+    /// user message. Any order. Speed only.
+    pub snapshot_at: Vec<Position>,
 }
 
 impl Request {
@@ -96,6 +99,7 @@ impl Request {
             logprobs: None,
             score_prompt: false,
             deadline: None,
+            snapshot_at: Vec::new(),
         }
     }
 }
@@ -117,6 +121,8 @@ pub enum FinishReason {
     QueueTimeout,
     /// The engine stopped before the reply was finished.
     Stopped,
+    /// The memory for states is taken by older requests.
+    OutOfMemory,
     /// The forward that computed this reply failed.
     Failed(String),
     /// Nothing can be computed any more.
@@ -133,10 +139,53 @@ impl FinishReason {
             | FinishReason::Deadline
             | FinishReason::QueueTimeout
             | FinishReason::Stopped
+            | FinishReason::OutOfMemory
             | FinishReason::Failed(_)
             | FinishReason::DeviceLost(_) => false,
         }
     }
+}
+
+/// Where a prompt's restored rows came from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CacheSource {
+    #[default]
+    None,
+    Ram,
+}
+
+/// Why fewer rows were restored than something kept has in common with the prompt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum CacheReason {
+    /// No prefixes are kept.
+    Off,
+    /// The prompt's log-probabilities need every row.
+    ScoredPrompt,
+    /// No state was kept nearer to the end of the common prefix.
+    NoSnapshot,
+    /// A nearer state lacks rows that were never computed.
+    Incomplete,
+}
+
+impl CacheReason {
+    pub fn as_str(self) -> &'static str {
+        match self {
+            CacheReason::Off => "off",
+            CacheReason::ScoredPrompt => "scored_prompt",
+            CacheReason::NoSnapshot => "no_snapshot",
+            CacheReason::Incomplete => "incomplete_snapshot",
+        }
+    }
+}
+
+/// What the kept prefixes did for one prompt. The rows not computed again are `ReplyStats::cached_tokens`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct CacheUse {
+    /// Leading tokens that something kept has in common with the prompt.
+    pub matched: Position,
+    pub source: CacheSource,
+    /// Set where `cached_tokens` is well below `matched`, or nothing was looked up.
+    pub reason: Option<CacheReason>,
 }
 
 /// What one reply took. Counts of drafts and rounds may differ from run to run; tokens may not.
@@ -146,6 +195,7 @@ pub struct ReplyStats {
     pub reply_tokens: u32,
     /// Prompt positions that were restored and not computed.
     pub cached_tokens: u32,
+    pub cache: CacheUse,
     /// From submission to a slot.
     pub queue: Duration,
     /// From the slot to the end of the prompt.

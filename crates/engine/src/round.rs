@@ -5,7 +5,9 @@ use crate::commit;
 use crate::depth::{self, Candidate};
 use crate::limits::DRAFTS_MAX;
 use crate::model::{DraftRequest, Drafts, Drawn, ForwardError, Model, SequenceView};
-use crate::plan::{Plan, plan};
+use crate::plan::Plan;
+use crate::prefix_cache::PrefixCache;
+use crate::prefixes::{self, release};
 use crate::request::FinishReason;
 use crate::state::State;
 use crate::verify::{Accepted, verify};
@@ -39,7 +41,8 @@ impl Scratch {
     }
 }
 
-/// Runs one round over everything that has a slot, after giving free slots to the queue.
+/// Runs one round over everything that has a slot, after giving free slots to the queue. `cache` changes how much of a
+/// prompt is computed and nothing else.
 ///
 /// # Errors
 /// [`DeviceLost`] ends every request; the loop must stop.
@@ -48,11 +51,13 @@ pub fn run_round<M: Model>(
     model: &mut M,
     clock: &dyn Clock,
     scratch: &mut Scratch,
+    cache: &mut PrefixCache<M::Snapshot>,
 ) -> Result<Busy, DeviceLost> {
     let began = clock.now();
     commit::admit(state, began);
-    release(state, model);
-    plan(state, &mut scratch.plan);
+    release(state, model, cache);
+    prefixes::place(state, model, cache);
+    prefixes::plan_within_pages(state, model, cache, &mut scratch.plan, began);
     if scratch.plan.is_empty() {
         state.check();
         return Ok(Busy::Idle);
@@ -67,38 +72,38 @@ pub fn run_round<M: Model>(
         Ok(()) => {}
         Err(ForwardError::Failed(message)) => {
             commit::fail(state, &scratch.plan, &message, now);
-            release(state, model);
+            release(state, model, cache);
             commit::admit(state, now);
-            release(state, model);
+            release(state, model, cache);
             state.check();
             return Ok(Busy::Worked);
         }
-        Err(ForwardError::DeviceLost(message)) => return Err(lose(state, model, message, clock)),
+        Err(ForwardError::DeviceLost(message)) => return Err(lose(state, model, cache, message, clock)),
     }
     for (window, verdict) in scratch.plan.round.windows.iter().zip(&scratch.accepted) {
         model.keep(window.slot, verdict.kept);
     }
+    prefixes::take(state, &scratch.plan, &scratch.accepted, model, cache);
     let (prompt_rows, reply_rows) = scratch.plan.row_counts();
     state.pace.record_round(prompt_rows, reply_rows, now.since(began));
     commit::commit(state, &scratch.plan, &scratch.drawn, &scratch.accepted, now);
-    release(state, model);
-    draft(state, model, clock, scratch)?;
+    release(state, model, cache);
+    draft(state, model, cache, clock, scratch)?;
     commit::admit(state, clock.now());
-    release(state, model);
+    release(state, model, cache);
     state.check();
     Ok(Busy::Worked)
 }
 
-/// Empties the slots of sequences that have ended.
-pub fn release<M: Model>(state: &mut State, model: &mut M) {
-    while let Some(slot) = state.released.pop() {
-        model.release(slot);
-    }
-}
-
-fn lose<M: Model>(state: &mut State, model: &mut M, message: String, clock: &dyn Clock) -> DeviceLost {
+fn lose<M: Model>(
+    state: &mut State,
+    model: &mut M,
+    cache: &mut PrefixCache<M::Snapshot>,
+    message: String,
+    clock: &dyn Clock,
+) -> DeviceLost {
     commit::end_all(state, &FinishReason::DeviceLost(message.clone()), clock.now());
-    release(state, model);
+    release(state, model, cache);
     DeviceLost(message)
 }
 
@@ -108,6 +113,7 @@ fn lose<M: Model>(state: &mut State, model: &mut M, message: String, clock: &dyn
 fn draft<M: Model>(
     state: &mut State,
     model: &mut M,
+    cache: &mut PrefixCache<M::Snapshot>,
     clock: &dyn Clock,
     scratch: &mut Scratch,
 ) -> Result<(), DeviceLost> {
@@ -137,7 +143,7 @@ fn draft<M: Model>(
             state.stats.draft_failures += 1;
             return Ok(());
         }
-        Err(ForwardError::DeviceLost(message)) => return Err(lose(state, model, message, clock)),
+        Err(ForwardError::DeviceLost(message)) => return Err(lose(state, model, cache, message, clock)),
     }
     state.pace.record_draft_call(clock.now().since(began));
 
@@ -157,7 +163,8 @@ fn draft<M: Model>(
 fn find_candidates(state: &State, scratch: &mut Scratch) {
     scratch.candidates.clear();
     for (index, sequence) in state.sequences.iter().enumerate() {
-        if sequence.is_prefilling() {
+        // A sequence that waited still has its drafts.
+        if sequence.is_prefilling() || sequence.is_held() {
             continue;
         }
         // The last token wanted is drawn by the row before it, so drafts stop one short of the end.

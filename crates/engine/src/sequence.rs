@@ -1,5 +1,7 @@
 //! One request while it is served: what is computed, what is committed, what is guessed.
 
+use std::sync::Arc;
+
 use tf_text::TokenId;
 
 use crate::channel::Sender;
@@ -17,6 +19,18 @@ pub struct Sequence {
     pub reply: Vec<TokenId>,
     // [0, computed) is held by the model; [computed, prompt + reply) is known and not yet run.
     pub computed: Position,
+    /// Whether the kept prefixes were searched for this prompt.
+    pub is_placed: bool,
+    /// Positions inside the prompt where a state is wanted, ascending, all beyond `computed`.
+    pub snapshot_at: Vec<Position>,
+    /// The newest position of this sequence whose state is kept.
+    pub kept_to: Position,
+    /// The kept prefix that this sequence resumed from.
+    pub source: Option<Arc<[TokenId]>>,
+    /// Waits for another prompt to reach a position that both share.
+    pub follows: Option<(RequestId, Position)>,
+    /// Has no rows in this round for want of pages; its state stays.
+    pub waits: bool,
     /// Proposals for what follows the pending token. Never committed without the target's own draw.
     pub drafts: Vec<TokenId>,
     /// What the drafter expects of each draft.
@@ -48,6 +62,17 @@ impl Sequence {
         self.request.max_tokens - self.reply.len() as u32
     }
 
+    /// Whether this sequence has no part in the next round.
+    pub fn is_held(&self) -> bool {
+        self.waits || self.follows.is_some()
+    }
+
+    /// The tokens of the computed positions.
+    pub fn computed_tokens(&self) -> Vec<TokenId> {
+        let tokens = self.request.prompt.iter().chain(&self.reply);
+        tokens.take(self.computed as usize).copied().collect()
+    }
+
     pub fn view(&self) -> SequenceView<'_> {
         SequenceView { sampling: &self.request.sampling, prompt: &self.request.prompt, reply: &self.reply }
     }
@@ -60,6 +85,7 @@ impl Sequence {
         if self.is_prefilling() {
             assert_eq!(reply, 0, "a reply before its prompt is computed");
             assert!(self.drafts.is_empty(), "drafts before the prompt is computed");
+            assert!(self.snapshot_at.first().is_none_or(|&at| at > self.computed), "a snapshot was missed");
         } else {
             assert!(reply > 0, "a computed prompt without its first token");
             assert_eq!(self.computed, prompt + reply - 1, "every token but the pending one is computed");

@@ -2,12 +2,14 @@
 
 use std::collections::VecDeque;
 
+use tf_text::TokenId;
+
 use crate::channel::Sender;
 use crate::clock::Time;
 use crate::depth::Pace;
 use crate::limits::EngineLimits;
 use crate::model::{ModelLimits, SlotIndex};
-use crate::request::{FinishReason, Request, RequestId};
+use crate::request::{FinishReason, Position, Request, RequestId};
 use crate::sequence::Sequence;
 use crate::slots::Slots;
 use crate::stats::EngineStats;
@@ -18,6 +20,31 @@ pub struct Waiting {
     pub request: Request,
     pub sender: Sender,
     pub submitted: Time,
+}
+
+/// A slot whose sequence has ended and that the model still has to empty.
+pub struct Released {
+    pub slot: SlotIndex,
+    /// The computed tokens, where the state after them is worth keeping.
+    pub tokens: Option<Vec<TokenId>>,
+}
+
+/// When states are kept, and how many pages there are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct KeepRules {
+    pub is_on: bool,
+    pub every: Position,
+    /// How far before a sequence's end its state may be taken.
+    pub reach: u32,
+    pub page_positions: u32,
+    pub page_count: u32,
+}
+
+impl KeepRules {
+    /// Pages of a sequence of this length, one more for the copy of a shared page.
+    fn pages_for(&self, length: Position) -> u64 {
+        u64::from(length.div_ceil(self.page_positions.max(1))) + 1
+    }
 }
 
 /// The engine's whole state; owned by its thread, behind no lock.
@@ -32,8 +59,8 @@ pub struct State {
     pub slots: Slots,
     pub pace: Pace,
     pub stats: EngineStats,
-    /// Slots whose sequence has ended and that the model still has to empty.
-    pub released: Vec<SlotIndex>,
+    pub released: Vec<Released>,
+    pub keeping: KeepRules,
     /// Scratch of `commit`: sequences that end in this round.
     pub(crate) endings: Vec<(usize, FinishReason)>,
 }
@@ -50,12 +77,26 @@ impl State {
             pace: Pace::default(),
             stats: EngineStats { slots: limits.slots, ..EngineStats::default() },
             released: Vec::with_capacity(limits.slots as usize),
+            keeping: KeepRules::default(),
             endings: Vec::with_capacity(limits.slots as usize),
         }
     }
 
     pub fn is_idle(&self) -> bool {
         self.sequences.is_empty() && self.queue.is_empty()
+    }
+
+    /// Whether the head of the queue must wait for memory: what the running sequences need next and its prompt don't fit
+    /// together. Beside nothing it always fits.
+    pub fn is_head_short_of_pages(&self) -> bool {
+        let Some(head) = self.queue.front() else { return false };
+        if self.sequences.is_empty() || self.keeping.page_count == 0 {
+            return false;
+        }
+        let next = |length: Position| self.keeping.pages_for(length + 1 + self.draft_block);
+        let running: u64 =
+            self.sequences.iter().map(|sequence| next(sequence.computed.max(sequence.prompt_length()))).sum();
+        running + next(head.request.prompt.len() as Position) > u64::from(self.keeping.page_count)
     }
 
     /// The conservation laws. Cheap beside a forward, so they stay on.
@@ -70,7 +111,8 @@ impl State {
             assert_eq!(self.slots.owner(sequence.slot), Some(sequence.id), "a sequence without its slot");
             sequence.check();
         }
-        assert!(self.queue.is_empty() || self.slots.free_count() == 0, "a request waits beside a free slot");
+        let is_served = self.slots.free_count() == 0 || self.is_head_short_of_pages();
+        assert!(self.queue.is_empty() || is_served, "a request waits beside a free slot and enough memory");
         let stats = &self.stats;
         assert_eq!(
             stats.requests,

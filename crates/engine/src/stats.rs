@@ -27,6 +27,14 @@ pub struct EngineStats {
     /// Requests that ended otherwise.
     pub broken_off: u64,
     pub prompt_tokens: u64,
+    /// Prompt tokens that were restored and not computed.
+    pub cached_tokens: u64,
+    /// Prefixes kept now, what they take, and how many were let go so far.
+    pub prefixes: u64,
+    pub prefix_bytes: u64,
+    pub prefix_evictions: u64,
+    /// Times that a sequence waited a round for pages.
+    pub page_waits: u64,
     pub queue_time: Duration,
     pub prefill_time: Duration,
     pub decode_time: Duration,

@@ -5,9 +5,11 @@ use std::time::Duration;
 
 use tf_engine::commit;
 use tf_engine::model::{Model, ModelLimits};
+use tf_engine::prefix_cache::PrefixCache;
+use tf_engine::prefixes;
 use tf_engine::round::{Scratch, run_round};
 use tf_engine::state::State;
-use tf_engine::testing::{Drafter, HistoryModel, HistoryOptions};
+use tf_engine::testing::{Drafter, HistoryModel, HistoryOptions, HistorySnapshot};
 use tf_engine::{Batch, DraftPolicy, Engine, EngineHandle, EngineLimits, FinishReason, Reply, ReplyStats};
 use tf_engine::{Lifecycle, Request, StopReason, SubmitError, VirtualClock};
 
@@ -153,6 +155,7 @@ struct Bench {
     state: State,
     model: HistoryModel,
     scratch: Scratch,
+    cache: PrefixCache<HistorySnapshot>,
     clock: VirtualClock,
 }
 
@@ -162,7 +165,10 @@ impl Bench {
         let mut limits = EngineLimits::for_model(&options.limits);
         change(&mut limits);
         let model = HistoryModel::new(options);
-        Bench { state: State::new(limits, &model.limits()), model, scratch: Scratch::default(), clock }
+        let mut state = State::new(limits, &model.limits());
+        state.keeping = prefixes::rules_for(&model, &limits);
+        let cache = prefixes::cache_for(&model, &limits);
+        Bench { state, model, scratch: Scratch::default(), cache, clock }
     }
 
     fn submit(&mut self, request: Request) {
@@ -172,7 +178,8 @@ impl Bench {
     }
 
     fn round(&mut self) {
-        run_round(&mut self.state, &mut self.model, &self.clock, &mut self.scratch).expect("no loss is planned");
+        run_round(&mut self.state, &mut self.model, &self.clock, &mut self.scratch, &mut self.cache)
+            .expect("no loss is planned");
     }
 }
 

@@ -211,7 +211,7 @@ fn first_wrong_resume(fault: Fault) -> Option<usize> {
         // Rows beyond the kept length are in the slot when the snapshot is taken; it must not hold them.
         step(&mut model, 0, 0, &tokens, &sampling);
         model.keep(SlotIndex(0), length as u32);
-        let snapshot = model.snapshot(SlotIndex(0));
+        let snapshot = model.snapshot(SlotIndex(0), length as u32);
         // A slot that held another sequence before.
         step(&mut model, 2, 0, &[1, 2, 3], &sampling);
         model.release(SlotIndex(2));
@@ -295,8 +295,36 @@ impl Model for Panics {
         self.0.draft(wanted, drafts)
     }
 
-    fn snapshot(&mut self, slot: SlotIndex) -> Self::Snapshot {
-        self.0.snapshot(slot)
+    fn snapshot(&mut self, slot: SlotIndex, position: u32) -> Self::Snapshot {
+        self.0.snapshot(slot, position)
+    }
+
+    fn snapshot_reach(&self) -> u32 {
+        self.0.snapshot_reach()
+    }
+
+    fn can_resume(&self, snapshot: &Self::Snapshot, prompt_end: u32) -> bool {
+        self.0.can_resume(snapshot, prompt_end)
+    }
+
+    fn can_continue(&self, slot: SlotIndex, prompt_end: u32) -> bool {
+        self.0.can_continue(slot, prompt_end)
+    }
+
+    fn snapshot_bytes(&self, snapshot: &Self::Snapshot) -> u64 {
+        self.0.snapshot_bytes(snapshot)
+    }
+
+    fn snapshot_pages(&self, snapshot: &Self::Snapshot, pages: &mut Vec<u32>) {
+        self.0.snapshot_pages(snapshot, pages);
+    }
+
+    fn pages(&self) -> tf_engine::model::PageCounts {
+        self.0.pages()
+    }
+
+    fn pages_needed(&self, slot: SlotIndex, end: u32) -> u32 {
+        self.0.pages_needed(slot, end)
     }
 
     fn restore(&mut self, slot: SlotIndex, snapshot: &Self::Snapshot) {

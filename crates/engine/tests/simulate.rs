@@ -1,7 +1,8 @@
 //! Thousands of seeded schedules, and proof that the simulator would notice each planted defect.
 
+use tf_engine::prefix_cache::CacheFault;
 use tf_engine::testing::Fault;
-use tf_engine::testing::simulate::{Report, replay_command, simulate};
+use tf_engine::testing::simulate::{Report, replay_command, simulate, simulate_with};
 
 const SCHEDULES: u64 = 5000;
 
@@ -30,19 +31,33 @@ fn every_reply_is_what_it_is_alone() {
         ("shared rounds", total.shared_rounds),
         ("prompt rows beside reply rows", total.mixed_rounds),
         ("prompts in pieces", total.cut_prompts),
+        ("resumed prompts", total.resumed),
+        ("kept prefixes that were let go", total.evictions),
+        ("waits for pages", total.page_waits),
+        ("requests that ended for want of pages", total.out_of_memory),
     ];
     for (name, count) in exercised {
         assert!(count > 100, "{SCHEDULES} schedules exercised only {count} {name}");
     }
 }
 
+/// A defect breaks a law, or an invariant in a panic.
+fn is_noticed(seed: u64, fault: CacheFault) -> bool {
+    std::panic::catch_unwind(|| simulate_with(seed, Fault::None, fault).is_err()).unwrap_or(true)
+}
+
+#[test]
+fn every_planted_defect_of_the_cache_is_noticed() {
+    let report = std::panic::take_hook();
+    std::panic::set_hook(Box::new(|_| {}));
+    let missed = CacheFault::ALL.into_iter().find(|&fault| !(0..1000).any(|seed| is_noticed(seed, fault)));
+    std::panic::set_hook(report);
+    assert_eq!(missed, None, "1000 schedules didn't notice it");
+}
+
 #[test]
 fn every_planted_defect_is_noticed() {
     for fault in Fault::ALL {
-        // Snapshots aren't part of a schedule; `laws.rs` has that one.
-        if fault == Fault::SnapshotLosesOddRow {
-            continue;
-        }
         assert!(broken_within(fault, 100).is_some(), "100 schedules didn't notice {fault:?}");
     }
 }

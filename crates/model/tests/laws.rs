@@ -105,7 +105,7 @@ fn every_page_returns() {
     let mut model = model(&case, Fault::None);
     let free = model.pages_free();
     feed_all(&mut model, 0, 0, &case.tokens, 64);
-    let snapshot = model.snapshot(SlotIndex(0));
+    let snapshot = model.snapshot(SlotIndex(0), model.length(SlotIndex(0)));
     assert_eq!(model.pages_free(), free - 3);
     model.release(SlotIndex(0));
     assert_eq!(model.pages_free(), free - 3, "the snapshot holds its pages");

@@ -171,6 +171,10 @@ impl ApiError {
             FinishReason::Deadline => ApiError::engine("a reply passed its deadline"),
             FinishReason::QueueTimeout => ApiError::queue_timeout(),
             FinishReason::Stopped => ApiError::stopped(),
+            FinishReason::OutOfMemory => ApiError::engine(
+                "the memory for running requests is taken by older ones; try again, or start the server with a smaller \
+                 --parallel or --context",
+            ),
             FinishReason::Failed(details) => ApiError::engine(details),
             FinishReason::DeviceLost(details) => {
                 tracing::error!(details, "the device is lost");

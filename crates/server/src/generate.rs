@@ -30,6 +30,27 @@ pub struct LogprobRow {
 pub struct PromptInput {
     pub tokens: Arc<[TokenId]>,
     pub reading: ReplyOptions,
+    /// Positions whose state later prompts may want.
+    pub snapshot_at: Vec<u32>,
+}
+
+/// Tokens at the end of a text that may be others once the text has grown.
+const TEXT_END_TOKENS: usize = 4;
+
+/// Where a text that ends at `end` is resumed when it has grown.
+pub fn text_end(end: usize) -> [u32; 2] {
+    [end as u32, end.saturating_sub(TEXT_END_TOKENS) as u32]
+}
+
+/// Where later requests resume a conversation: at the end of its last message's text, whose header may change in the next
+/// turn, and at the start of its last user message. Markers never come from text, so they tell where.
+pub fn conversation_positions(tokens: &[TokenId], tokenizer: &Tokenizer) -> Vec<u32> {
+    let last = |marker| tokens.iter().rposition(|&token| token == tokenizer.markers().id(marker));
+    let user = last(Marker::User);
+    let header = last(Marker::Assistant).filter(|&header| user.is_none_or(|user| header > user));
+    let mut positions: Vec<u32> = user.into_iter().map(|user| user as u32).collect();
+    positions.extend(text_end(header.unwrap_or(tokens.len())));
+    positions
 }
 
 /// What the replies to one body share.
@@ -112,6 +133,7 @@ pub fn submit(
                 logprobs: asked.logprobs,
                 score_prompt: asked.score_prompt,
                 deadline: None,
+                snapshot_at: prompt.snapshot_at.clone(),
             });
             readings.push((prompt.reading.clone(), seed));
         }

@@ -62,7 +62,7 @@ pub fn report(config: &ServerConfig, engine: &EngineHandle, uptime: Duration, is
         "uptime_seconds": uptime.as_secs_f64(),
         "requests_running": stats.prefilling + stats.decoding, "requests_waiting": stats.waiting,
         "requests_total": stats.requests,
-        "prompt_tokens_total": stats.prompt_tokens, "cached_tokens_total": 0,
+        "prompt_tokens_total": stats.prompt_tokens, "cached_tokens_total": stats.cached_tokens,
         "completion_tokens_total": stats.reply_tokens,
         "prefill_seconds_total": stats.prefill_time.as_secs_f64(),
         "decode_seconds_total": stats.decode_time.as_secs_f64(),

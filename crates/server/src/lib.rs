@@ -14,4 +14,5 @@ pub mod routes;
 pub mod session;
 
 pub use config::{ApiKey, Identity, ReasoningField, SamplingDefaults, Seeds, ServerConfig};
+pub use generate::conversation_positions;
 pub use http::serve;

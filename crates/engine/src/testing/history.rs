@@ -4,16 +4,30 @@
 //! drops shows at once. The draw is keyed by seed and position. Faults can be planted: each breaks one law, so that a
 //! test of that law can prove that it would notice.
 
-use std::collections::VecDeque;
+use std::collections::{HashSet, VecDeque};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use tf_text::TokenId;
 
 use crate::clock::VirtualClock;
 use crate::model::{DraftRequest, Drafts, Drawn, DrawnRow, ForwardError, Model, ModelLimits, RoundPlan, SequenceView};
-use crate::model::{SlotIndex, Window};
+use crate::model::{PageCounts, SlotIndex, Window};
 use crate::request::{Position, Sampling};
 use crate::testing::random::mix;
+
+/// Positions of one page.
+pub const PAGE_POSITIONS: u32 = 4;
+/// Bytes that a page claims to take.
+pub const PAGE_BYTES: u64 = 64;
+/// Bytes that a snapshot claims to take beside its pages.
+pub const SNAPSHOT_BYTES: u64 = 32;
+/// Rows before a prompt's end that this model needs whole; the others may be skipped, and then stay unusable.
+pub const HALO: u32 = 10;
+/// Rows before a window that it needs whole, whatever its prompt.
+pub const WINDOW: u32 = 4;
+/// How far before a slot's kept length a snapshot may lie.
+pub const SNAPSHOT_REACH: u32 = 3;
 
 /// How good the model's drafter is. A closed set: the laws hold for all.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -76,6 +90,8 @@ pub struct HistoryOptions {
     pub failures: Vec<u64>,
     /// The forward that loses the device.
     pub lost_at: Option<u64>,
+    /// Pages of [`PAGE_POSITIONS`]; `None` is as many as slots and snapshots could want.
+    pub pages: Option<u32>,
     /// Replies to follow instead of the hash, one a prompt in the order of first sight; the last token repeats.
     pub scripts: VecDeque<Vec<TokenId>>,
 }
@@ -90,13 +106,36 @@ impl Default for HistoryOptions {
             clock: None,
             failures: Vec::new(),
             lost_at: None,
+            pages: None,
             scripts: VecDeque::new(),
         }
     }
 }
 
+/// A page, given back by the last one to hold it.
+#[derive(Debug)]
+struct Page {
+    index: u32,
+    free: Arc<Mutex<Vec<u32>>>,
+}
+
+impl Drop for Page {
+    fn drop(&mut self) {
+        self.free.lock().unwrap_or_else(PoisonError::into_inner).push(self.index);
+    }
+}
+
+/// Whether windows that need rows from `prompt_end - HALO` on may follow `length` positions.
+fn can_follow(held_from: Position, length: Position, prompt_end: Position) -> bool {
+    let needed = prompt_end.saturating_sub(HALO).max(length.saturating_sub(WINDOW));
+    needed >= length || held_from <= needed
+}
+
 #[derive(Clone, Debug, Default)]
 struct Slot {
+    pages: Vec<Arc<Page>>,
+    /// The first position from which no row was skipped.
+    held_from: Position,
     /// Hash of the history up to and including each position. Longer than `length` while rejected rows are left over.
     hashes: Vec<u64>,
     /// Kept positions.
@@ -105,8 +144,10 @@ struct Slot {
 }
 
 /// The state of a slot at its kept length.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub struct HistorySnapshot {
+    pages: Vec<Arc<Page>>,
+    held_from: Position,
     hashes: Vec<u64>,
     script: Option<Vec<TokenId>>,
 }
@@ -116,6 +157,8 @@ pub struct HistorySnapshot {
 pub struct HistoryModel {
     options: HistoryOptions,
     slots: Vec<Slot>,
+    free: Arc<Mutex<Vec<u32>>>,
+    page_count: u32,
     forwards: u64,
     draws: u64,
 }
@@ -176,7 +219,10 @@ pub fn draw(
 impl HistoryModel {
     pub fn new(options: HistoryOptions) -> Self {
         let slots = vec![Slot::default(); options.limits.slots as usize];
-        HistoryModel { options, slots, forwards: 0, draws: 0 }
+        let pages_per_slot = options.limits.context.div_ceil(PAGE_POSITIONS);
+        let page_count = options.pages.unwrap_or(options.limits.slots * pages_per_slot + 4096);
+        let free = Arc::new(Mutex::new((0..page_count).rev().collect()));
+        HistoryModel { options, slots, free, page_count, forwards: 0, draws: 0 }
     }
 
     /// Forwards so far.
@@ -187,6 +233,49 @@ impl HistoryModel {
     /// Slots that hold anything.
     pub fn held_slots(&self) -> usize {
         self.slots.iter().filter(|slot| slot.length > 0).count()
+    }
+
+    /// Pages that slots hold, each once.
+    pub fn slot_pages(&self) -> HashSet<u32> {
+        self.slots.iter().flat_map(|slot| &slot.pages).map(|page| page.index).collect()
+    }
+
+    fn take_page(&self) -> Option<Arc<Page>> {
+        let index = self.free.lock().unwrap_or_else(PoisonError::into_inner).pop()?;
+        Some(Arc::new(Page { index, free: self.free.clone() }))
+    }
+
+    /// Refuses what skipped rows or missing pages don't allow, and notes what this window skips.
+    fn begin(&mut self, window: &Window) -> Result<(), ForwardError> {
+        let failed = |text: String| Err(ForwardError::Failed(text));
+        let (start, end) = (window.start, window.start + window.rows.len() as Position);
+        let drawn = window.start + window.draw.start as Position + 1;
+        let prompt_end = match (window.whole, window.draw.is_empty()) {
+            (true, _) => 0,
+            (false, true) => window.prompt_end,
+            (false, false) => window.prompt_end.min(drawn),
+        };
+        let slot = &self.slots[window.slot.0 as usize];
+        if !can_follow(slot.held_from, start, prompt_end) {
+            return failed(format!("rows before {start} were skipped from {} on", slot.held_from));
+        }
+        for page in start / PAGE_POSITIONS..end.div_ceil(PAGE_POSITIONS) {
+            let held = self.slots[window.slot.0 as usize].pages.get(page as usize);
+            if held.is_some_and(|held| Arc::strong_count(held) == 1) {
+                continue;
+            }
+            let Some(fresh) = self.take_page() else { return failed("no page is free".to_string()) };
+            let pages = &mut self.slots[window.slot.0 as usize].pages;
+            match pages.get_mut(page as usize) {
+                Some(shared) => *shared = fresh,
+                None => pages.push(fresh),
+            }
+        }
+        let needed = prompt_end.saturating_sub(HALO);
+        if needed > start {
+            self.slots[window.slot.0 as usize].held_from = needed.min(end);
+        }
+        Ok(())
     }
 
     /// Writes a window's rows and returns the hash after each.
@@ -302,6 +391,7 @@ impl Model for HistoryModel {
                 slot.script = self.options.scripts.pop_front();
             }
             let tokens = &plan.tokens[window.rows.clone()];
+            self.begin(window)?;
             self.write(window, tokens, plan.windows.len());
             self.draw_window(window, tokens, view, drawn);
         }
@@ -360,19 +450,56 @@ impl Model for HistoryModel {
         Ok(())
     }
 
-    fn snapshot(&mut self, slot: SlotIndex) -> HistorySnapshot {
+    fn snapshot(&mut self, slot: SlotIndex, position: Position) -> HistorySnapshot {
         let slot = &self.slots[slot.0 as usize];
-        let mut hashes = slot.hashes[..slot.length].to_vec();
+        let behind = (slot.length as Position).checked_sub(position);
+        assert!(behind.is_some_and(|behind| behind <= SNAPSHOT_REACH), "a snapshot at {position} of {}", slot.length);
+        let mut hashes = slot.hashes[..position as usize].to_vec();
         if self.options.fault == Fault::SnapshotLosesOddRow && hashes.len() % 2 == 1 {
             let last = hashes.len() - 1;
             hashes[last] = 0;
         }
-        HistorySnapshot { hashes, script: slot.script.clone() }
+        let pages = slot.pages[..position.div_ceil(PAGE_POSITIONS) as usize].to_vec();
+        HistorySnapshot { pages, held_from: slot.held_from.min(position), hashes, script: slot.script.clone() }
+    }
+
+    fn snapshot_reach(&self) -> u32 {
+        SNAPSHOT_REACH
+    }
+
+    fn can_resume(&self, snapshot: &HistorySnapshot, prompt_end: Position) -> bool {
+        can_follow(snapshot.held_from, snapshot.hashes.len() as Position, prompt_end)
+    }
+
+    fn can_continue(&self, slot: SlotIndex, prompt_end: Position) -> bool {
+        let slot = &self.slots[slot.0 as usize];
+        can_follow(slot.held_from, slot.length as Position, prompt_end)
+    }
+
+    fn snapshot_bytes(&self, _: &HistorySnapshot) -> u64 {
+        SNAPSHOT_BYTES
+    }
+
+    fn snapshot_pages(&self, snapshot: &HistorySnapshot, pages: &mut Vec<u32>) {
+        pages.extend(snapshot.pages.iter().map(|page| page.index));
+    }
+
+    fn pages(&self) -> PageCounts {
+        let free = self.free.lock().unwrap_or_else(PoisonError::into_inner).len() as u32;
+        PageCounts { total: self.page_count, free, positions: PAGE_POSITIONS, bytes: PAGE_BYTES }
+    }
+
+    fn pages_needed(&self, slot: SlotIndex, end: Position) -> u32 {
+        let slot = &self.slots[slot.0 as usize];
+        let pages = slot.length / PAGE_POSITIONS as usize..end.div_ceil(PAGE_POSITIONS) as usize;
+        pages.filter(|&page| slot.pages.get(page).is_none_or(|held| Arc::strong_count(held) > 1)).count() as u32
     }
 
     fn restore(&mut self, slot: SlotIndex, snapshot: &HistorySnapshot) {
         let slot = &mut self.slots[slot.0 as usize];
         assert!(slot.length == 0, "a snapshot is restored into a slot that holds something");
+        slot.pages.clone_from(&snapshot.pages);
+        slot.held_from = snapshot.held_from;
         slot.hashes.clone_from(&snapshot.hashes);
         slot.length = snapshot.hashes.len();
         slot.script.clone_from(&snapshot.script);
@@ -381,6 +508,8 @@ impl Model for HistoryModel {
     fn release(&mut self, slot: SlotIndex) {
         let slot = &mut self.slots[slot.0 as usize];
         slot.length = 0;
+        slot.held_from = 0;
+        slot.pages.clear();
         slot.script = None;
         if self.options.fault != Fault::ForgetsToRelease {
             slot.hashes.clear();

@@ -5,7 +5,7 @@ pub mod history;
 pub mod random;
 pub mod simulate;
 
-pub use history::{Drafter, Fault, HistoryModel, HistoryOptions};
+pub use history::{Drafter, Fault, HistoryModel, HistoryOptions, HistorySnapshot};
 pub use random::Random;
 
 use crate::channel;

@@ -13,10 +13,13 @@ use crate::clock::{Clock, VirtualClock};
 use crate::commit;
 use crate::limits::{DraftPolicy, EngineLimits};
 use crate::model::{Model, ModelLimits};
+use crate::prefix_cache::{CacheFault, PrefixCache};
+use crate::prefixes::{self, release};
 use crate::request::{FinishReason, Finished, Request, RequestId, Sampling};
-use crate::round::{Busy, Scratch, release, run_round};
+use crate::round::{Busy, Scratch, run_round};
 use crate::state::{State, Waiting};
-use crate::testing::history::{Drafter, Fault, HistoryModel, HistoryOptions, draw, extend, logprob};
+use crate::testing::history::{Drafter, Fault, HistoryModel, HistoryOptions, HistorySnapshot, PAGE_POSITIONS};
+use crate::testing::history::{draw, extend, logprob};
 use crate::testing::random::Random;
 
 /// Schedules that take longer than this have hung.
@@ -99,6 +102,12 @@ pub struct Report {
     pub mixed_rounds: u64,
     /// Prompts computed in more than one piece.
     pub cut_prompts: u64,
+    /// Prompts that resumed from a kept prefix.
+    pub resumed: u64,
+    pub evictions: u64,
+    /// Times that a sequence waited for pages, and requests that ended for want of them.
+    pub page_waits: u64,
+    pub out_of_memory: u64,
 }
 
 impl Report {
@@ -117,6 +126,10 @@ impl Report {
             (&mut self.shared_rounds, other.shared_rounds),
             (&mut self.mixed_rounds, other.mixed_rounds),
             (&mut self.cut_prompts, other.cut_prompts),
+            (&mut self.resumed, other.resumed),
+            (&mut self.evictions, other.evictions),
+            (&mut self.page_waits, other.page_waits),
+            (&mut self.out_of_memory, other.out_of_memory),
         ];
         for (sum, count) in pairs {
             *sum += count;
@@ -141,6 +154,8 @@ struct Schedule {
     cancel_every: u32,
     read_every: u32,
     short_waits: bool,
+    /// What was asked so far, with what was drawn: later prompts grow from these.
+    told: Vec<Vec<TokenId>>,
 }
 
 fn schedule(seed: u64, fault: Fault) -> Schedule {
@@ -155,7 +170,7 @@ fn schedule(seed: u64, fault: Fault) -> Schedule {
     let model = HistoryOptions {
         limits: ModelLimits {
             vocab_size: random.pick(&[3, 16, 40]),
-            context: random.pick(&[24, 96]),
+            context: random.pick(&[24, 96, 160]),
             slots,
             round_rows,
             draft_block: random.pick(&[0, 1, 5, 7]),
@@ -166,8 +181,13 @@ fn schedule(seed: u64, fault: Fault) -> Schedule {
         clock: Some(costs),
         failures,
         lost_at,
+        pages: None,
         scripts: Default::default(),
     };
+    // Now and then there are too few pages for all slots, down to just enough for one.
+    let pages_of_one = model.limits.context.div_ceil(PAGE_POSITIONS) + 1;
+    let pages = random.one_in(2).then(|| pages_of_one + random.between(0, pages_of_one / 2));
+    let model = HistoryOptions { pages, ..model };
     let short_waits = random.one_in(4);
     let limits = EngineLimits {
         prompt_chunk: random.pick(&[1, 2, 3, 7, 1000]),
@@ -179,6 +199,8 @@ fn schedule(seed: u64, fault: Fault) -> Schedule {
             adaptive: random.one_in(2),
             confidence_min: random.pick(&[0.0, 0.0, 0.3]),
         },
+        prefix_cache_bytes: random.pick(&[0, 400, 2000, 2000, 1 << 40]),
+        snapshot_every: random.pick(&[7, 32, 4096]),
         unread_tokens: random.pick(&[8, 4096]),
         unread_time: if short_waits { Duration::from_millis(20) } else { Duration::from_secs(1000) },
         ..EngineLimits::for_model(&model.limits)
@@ -192,6 +214,7 @@ fn schedule(seed: u64, fault: Fault) -> Schedule {
         cancel_every: random.pick(&[0, 0, 8, 30]),
         read_every: random.pick(&[1, 1, 2, 12]),
         short_waits,
+        told: Vec::new(),
         random,
     }
 }
@@ -200,7 +223,24 @@ fn request(schedule: &mut Schedule) -> Request {
     let random = &mut schedule.random;
     let ModelLimits { vocab_size, context, .. } = schedule.model.limits;
     let prompt_length = random.between(1, context - 1);
-    let prompt: Vec<TokenId> = (0..prompt_length).map(|_| random.between(0, vocab_size - 1)).collect();
+    let mut prompt: Vec<TokenId> = (0..prompt_length).map(|_| random.between(0, vocab_size - 1)).collect();
+    if !schedule.told.is_empty() && !random.one_in(3) {
+        // The same again, a part of it with another end, or all of it with more.
+        let told = &schedule.told[random.roll() as usize % schedule.told.len()];
+        let shared = if random.one_in(2) { told.len() as u32 } else { random.between(1, told.len() as u32) };
+        let added = random.pick(&[0, 1, 5, 40]);
+        prompt.splice(
+            ..,
+            told[..shared as usize]
+                .iter()
+                .copied()
+                .chain((0..added).map(|_| random.between(0, vocab_size - 1)))
+                .collect::<Vec<_>>(),
+        );
+        prompt.truncate(context as usize - 1);
+    }
+    let prompt_length = prompt.len() as u32;
+    let snapshot_at = (0..random.between(0, 3)).map(|_| random.between(0, context)).collect();
     let room = context - prompt_length;
     let max_tokens = if random.one_in(12) { 0 } else { random.between(1, room) };
     let mut sampling = Sampling::greedy();
@@ -224,7 +264,7 @@ fn request(schedule: &mut Schedule) -> Request {
     let deadline = (schedule.short_waits && random.one_in(4))
         .then(|| schedule.clock.now().after(Duration::from_millis(u64::from(random.between(0, 30)))));
     let logprobs = random.one_in(3).then(|| random.between(0, 3));
-    Request {
+    let request = Request {
         prompt: prompt.into(),
         sampling,
         max_tokens,
@@ -233,7 +273,11 @@ fn request(schedule: &mut Schedule) -> Request {
         logprobs,
         score_prompt: logprobs.is_some() && random.one_in(2),
         deadline,
-    }
+        snapshot_at,
+    };
+    let reply = plain_reply(schedule.model.seed, vocab_size, &request).0;
+    schedule.told.push(request.prompt.iter().chain(&reply.tokens).copied().collect());
+    request
 }
 
 struct Client {
@@ -247,10 +291,20 @@ struct Client {
 /// # Errors
 /// The first law that was broken, in words. Broken invariants panic where they are found.
 pub fn simulate(seed: u64, fault: Fault) -> Result<Report, String> {
+    simulate_with(seed, fault, CacheFault::None)
+}
+
+/// The same with a defect in the cache of prefixes.
+///
+/// # Errors
+/// See [`simulate`].
+pub fn simulate_with(seed: u64, fault: Fault, cache_fault: CacheFault) -> Result<Report, String> {
     let mut schedule = schedule(seed, fault);
     let mut model = HistoryModel::new(schedule.model.clone());
     let limits = schedule.limits.checked(&schedule.model.limits).map_err(|error| error.to_string())?;
     let mut state = State::new(limits, &model.limits());
+    state.keeping = prefixes::rules_for(&model, &limits);
+    let mut cache = prefixes::cache_for(&model, &limits).with_fault(cache_fault);
     let mut scratch = Scratch::default();
     let mut clients: BTreeMap<RequestId, Client> = BTreeMap::new();
     let mut report = Report::default();
@@ -276,14 +330,15 @@ pub fn simulate(seed: u64, fault: Fault) -> Result<Report, String> {
         if schedule.cancel_every > 0 && next_id > 0 && schedule.random.one_in(schedule.cancel_every) {
             let id = RequestId(schedule.random.roll() % next_id);
             commit::cancel(&mut state, id, schedule.clock.now());
-            release(&mut state, &mut model);
+            release(&mut state, &mut model, &mut cache);
         }
 
-        match run_round(&mut state, &mut model, &schedule.clock, &mut scratch) {
+        match run_round(&mut state, &mut model, &schedule.clock, &mut scratch, &mut cache) {
             Ok(Busy::Worked) => count_round(&mut report, &scratch),
             Ok(Busy::Idle) => schedule.clock.advance(Duration::from_millis(1)),
             Err(_) => is_lost = true,
         }
+        check_pages(&model, &cache)?;
         for client in clients.values_mut() {
             let is_reading = schedule.random.one_in(schedule.read_every);
             if is_reading && client.record.finished.is_none() && client.receiver.try_receive(&mut batch) {
@@ -297,6 +352,8 @@ pub fn simulate(seed: u64, fault: Fault) -> Result<Report, String> {
     }
 
     report.rounds = state.stats.rounds;
+    report.evictions = cache.evictions();
+    report.page_waits = state.stats.page_waits;
     report.accepted = state.stats.accepted;
     report.rejected = state.stats.drafted - state.stats.accepted;
     if model.held_slots() > 0 {
@@ -309,6 +366,18 @@ pub fn simulate(seed: u64, fault: Fault) -> Result<Report, String> {
         judge(id, &client, &schedule, &mut report)?;
     }
     Ok(report)
+}
+
+/// Every page is free, held by a slot or held by a kept prefix, and none is lost.
+fn check_pages(model: &HistoryModel, cache: &PrefixCache<HistorySnapshot>) -> Result<(), String> {
+    cache.check();
+    let mut held = model.slot_pages();
+    held.extend(cache.held_pages());
+    let pages = model.pages();
+    if held.len() as u32 + pages.free != pages.total {
+        return Err(format!("{} pages are held and {} free of {}", held.len(), pages.free, pages.total));
+    }
+    Ok(())
 }
 
 fn count_round(report: &mut Report, scratch: &Scratch) {
@@ -330,13 +399,18 @@ fn judge(id: RequestId, client: &Client, schedule: &Schedule, report: &mut Repor
     let limits = &schedule.model.limits;
     let (expected, expected_reason) = plain_reply(schedule.model.seed, limits.vocab_size, request);
     report.requests += 1;
+    report.resumed += u64::from(stats.cached_tokens > 0);
     report.tokens += record.tokens.len() as u64;
     match reason {
         FinishReason::Stop(_) | FinishReason::Length => report.complete += 1,
         FinishReason::Cancelled => report.cancelled += 1,
         FinishReason::SlowReader => report.slow += 1,
         FinishReason::Deadline | FinishReason::QueueTimeout => report.expired += 1,
+        FinishReason::Failed(text) if text != "as planned" => {
+            return Err(format!("request {} failed unplanned: {text} ({request:?})", id.0));
+        }
         FinishReason::Failed(_) | FinishReason::DeviceLost(_) => report.failed += 1,
+        FinishReason::OutOfMemory => report.out_of_memory += 1,
         FinishReason::Stopped => return Err(format!("request {} was forgotten", id.0)),
     }
     let differs = |what: &str, found: &dyn std::fmt::Debug, wanted: &dyn std::fmt::Debug| {

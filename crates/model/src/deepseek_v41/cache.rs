@@ -86,6 +86,11 @@ impl CacheLayout {
         }
     }
 
+    /// How far before a slot's length a state can still be read: what the rings hold beyond a window.
+    pub fn snapshot_reach(&self) -> u32 {
+        (self.ring_len - self.window).min(self.pair_ring_len - 1)
+    }
+
     pub fn entries_per_page(&self, source: usize) -> u32 {
         PAGE_POSITIONS / self.source_ratios[source]
     }
@@ -249,6 +254,13 @@ impl Cache {
             _ => slot.tokens[rows].copy_from_slice(tokens),
         }
         Ok(())
+    }
+
+    /// Free pages that a slot takes to grow to `end` positions: new ones, and a copy of one that it shares.
+    pub fn pages_needed(&self, slot: u32, end: Position) -> u32 {
+        let slot = &self.slots[slot as usize];
+        let pages = (slot.length / PAGE_POSITIONS) as usize..end.div_ceil(PAGE_POSITIONS) as usize;
+        pages.filter(|page| slot.pages.get(*page).is_none_or(|held| !held.is_unique())).count() as u32
     }
 
     fn make_writable(

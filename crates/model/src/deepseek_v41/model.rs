@@ -5,7 +5,8 @@ use std::ops::Range;
 
 use tf_device::{Device, Queue};
 use tf_engine::model::{
-    DraftRequest, Drafts, Drawn, ForwardError, Model, ModelLimits, RoundPlan, SequenceView, SlotIndex, Window,
+    DraftRequest, Drafts, Drawn, ForwardError, Model, ModelLimits, PageCounts, RoundPlan, SequenceView, SlotIndex,
+    Window,
 };
 use tf_engine::request::Position;
 use tf_kernels::rows::{EntryInfo, WindowInfo};
@@ -18,6 +19,7 @@ use super::engram::EngramHash;
 use super::fault::Fault;
 use super::forward::{self, History, LOOKBACK_MAX, Round, Step, StepError, Tables};
 use super::load::Weights;
+use super::pages::PAGE_POSITIONS;
 use super::rows::{Depth, RoundRows, WindowRows};
 use super::scratch::Scratch;
 use super::shape::Shape;
@@ -481,9 +483,50 @@ impl Model for DeepseekV41 {
         Ok(())
     }
 
-    fn snapshot(&mut self, slot: SlotIndex) -> Snapshot {
+    fn snapshot(&mut self, slot: SlotIndex, position: Position) -> Snapshot {
+        let behind = self.cache.length(slot.0).checked_sub(position);
+        let reach = self.snapshot_reach();
+        assert!(
+            behind.is_some_and(|behind| behind <= reach),
+            "a snapshot lies within {reach} positions of its slot's end"
+        );
         self.counters.snapshots += 1;
-        snapshot::take(&self.cache, slot.0, self.shape.engram_max_ngram_size - 1, self.options.fault)
+        snapshot::take(&self.cache, slot.0, position, self.shape.engram_max_ngram_size - 1, self.options.fault)
+    }
+
+    fn snapshot_reach(&self) -> u32 {
+        self.cache.layout().snapshot_reach()
+    }
+
+    fn can_resume(&self, snapshot: &Snapshot, prompt_end: Position) -> bool {
+        !self.options.halo || self.rows.depth().can_follow(snapshot.held_from(), snapshot.position(), prompt_end)
+    }
+
+    fn can_continue(&self, slot: SlotIndex, prompt_end: Position) -> bool {
+        let (held, length) = (self.cache.held_from(slot.0), self.cache.length(slot.0));
+        !self.options.halo || self.rows.depth().can_follow(held, length, prompt_end)
+    }
+
+    fn snapshot_bytes(&self, snapshot: &Snapshot) -> u64 {
+        snapshot.bytes() as u64
+    }
+
+    fn snapshot_pages(&self, snapshot: &Snapshot, pages: &mut Vec<u32>) {
+        pages.extend(snapshot.pages());
+    }
+
+    fn pages(&self) -> PageCounts {
+        let layout = self.cache.layout();
+        PageCounts {
+            total: layout.page_count,
+            free: self.cache.pages_free(),
+            positions: PAGE_POSITIONS,
+            bytes: layout.page_bytes() as u64,
+        }
+    }
+
+    fn pages_needed(&self, slot: SlotIndex, end: Position) -> u32 {
+        self.cache.pages_needed(slot.0, end)
     }
 
     fn restore(&mut self, slot: SlotIndex, snapshot: &Snapshot) {

@@ -29,6 +29,20 @@ impl Depth {
         let reach = u64::from(self.window) + (self.layer_count - 1 - layer) as u64 * u64::from(self.window - 1);
         u64::from(boundary).saturating_sub(reach) as Position
     }
+
+    /// Whether windows with this `prompt_end` or a later one may follow `length` positions, given the first position
+    /// from which each layer's window rows are there.
+    pub fn can_follow(&self, held_from: &[Position], length: Position, prompt_end: Position) -> bool {
+        (0..self.layer_count).all(|layer| {
+            let first_out = match layer {
+                _ if layer < self.last_source => 0,
+                _ if layer + 1 < self.layer_count => self.keys_from(layer + 1, prompt_end),
+                _ => prompt_end.saturating_sub(1),
+            };
+            let needed = first_out.max(length).saturating_sub(self.window - 1);
+            needed >= length || held_from[layer] <= needed
+        })
+    }
 }
 
 /// One window of the round as the plan sees it.
@@ -143,6 +157,10 @@ impl RoundRows {
             skipped: 0,
             spare,
         }
+    }
+
+    pub fn depth(&self) -> &Depth {
+        &self.depth
     }
 
     /// Plans the sets of a round. Without `halo` every layer computes every row.

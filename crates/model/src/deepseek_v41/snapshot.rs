@@ -50,10 +50,14 @@ impl Snapshot {
         self.data.pages.len() as u32
     }
 
-    /// Whether any row may follow: no layer was skipped within its window.
-    pub fn is_complete(&self, window: u32) -> bool {
-        let needed = self.data.position.saturating_sub(window - 1);
-        self.data.held_from.iter().all(|held| *held <= needed)
+    /// The pages that this snapshot shares, by number.
+    pub fn pages(&self) -> impl Iterator<Item = u32> + '_ {
+        self.data.pages.iter().map(PageRef::index)
+    }
+
+    /// For each layer the first position from which its window rows are there; draft rings last.
+    pub fn held_from(&self) -> &[Position] {
+        &self.data.held_from
     }
 }
 
@@ -62,9 +66,8 @@ fn kept_rows(position: Position, count: u32) -> Range<Position> {
     position.saturating_sub(count)..position
 }
 
-/// The state of `slot` at its kept length. `tail` is how many token ids the n-gram history reads.
-pub(super) fn take(cache: &Cache, slot: u32, tail: usize, fault: Fault) -> Snapshot {
-    let position = cache.length(slot);
+/// The state of `slot` at `position`, which its rings still reach. `tail` is how many token ids the n-gram history reads.
+pub(super) fn take(cache: &Cache, slot: u32, position: Position, tail: usize, fault: Fault) -> Snapshot {
     let layout = cache.layout();
     let window = kept_rows(position, layout.window - 1);
     let draft = kept_rows(position, layout.window);
@@ -94,7 +97,8 @@ pub(super) fn take(cache: &Cache, slot: u32, tail: usize, fault: Fault) -> Snaps
             position,
             tail: tokens[tokens.len().saturating_sub(tail)..].to_vec(),
             pages,
-            held_from: cache.held_from(slot).to_vec(),
+            // Where a skip ended beyond the snapshot, what follows the snapshot is computed.
+            held_from: cache.held_from(slot).iter().map(|held| position.min(*held)).collect(),
             rings,
             pairs,
         }),

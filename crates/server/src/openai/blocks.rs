@@ -1,7 +1,7 @@
 //! The blocks that every reply carries beside its text: usage, what the server did, drafts, times.
 
 use serde_json::{Map, Value, json};
-use tf_engine::{Sampling, limits::DRAFTS_MAX};
+use tf_engine::{CacheSource, Sampling, limits::DRAFTS_MAX};
 use tf_text::TokenId;
 use tf_text::chat::Thinking;
 use tf_text::tokenizer::Tokenizer;
@@ -104,8 +104,7 @@ pub fn add_extensions(config: &ServerConfig, facts: &Facts, choices: &[Choice], 
     block["sampling"] = json!({
         "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p
     });
-    let source = if cached > 0 { "ram" } else { "none" };
-    block["cache"] = json!({"matched": cached, "resumed": cached, "source": source});
+    block["cache"] = cache(&all, cached);
     block["queue_seconds"] = queue.into();
     block["prefill_seconds"] = prefill.into();
     block["decode_seconds"] = decode.into();
@@ -135,6 +134,21 @@ pub fn add_extensions(config: &ServerConfig, facts: &Facts, choices: &[Choice], 
             "draft_n": drafted, "draft_n_accepted": accepted
         }),
     );
+}
+
+/// What kept prefixes did for the choice that they helped most.
+fn cache(all: &[tf_engine::ReplyStats], cached: u32) -> Value {
+    let best = all.iter().find(|stats| stats.cached_tokens == cached);
+    let used = best.map(|stats| stats.cache).unwrap_or_default();
+    let source = match used.source {
+        CacheSource::None => "none",
+        CacheSource::Ram => "ram",
+    };
+    let mut block = json!({"matched": used.matched, "resumed": cached, "source": source});
+    if let Some(reason) = used.reason {
+        block["reason"] = reason.as_str().into();
+    }
+    block
 }
 
 fn speculative(

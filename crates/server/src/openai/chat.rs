@@ -108,7 +108,9 @@ fn prepare(server: &Server, body: &Json) -> Result<Prepared, ApiError> {
         logprobs: logprobs.is_some(),
         token_ids: generation.return_token_ids,
     };
-    Ok(Prepared { generation, facts, prompt: PromptInput { tokens: tokens.into(), reading }, shape, logprobs })
+    let snapshot_at = generate::conversation_positions(&tokens, &config.tokenizer);
+    let prompt = PromptInput { tokens: tokens.into(), reading, snapshot_at };
+    Ok(Prepared { generation, facts, prompt, shape, logprobs })
 }
 
 /// `logprobs` and `top_logprobs`: how many alternatives each row shows.

@@ -117,7 +117,11 @@ fn prepare(server: &Server, body: &Json) -> Result<Prepared, ApiError> {
         thinking: None,
         prompt_count: prompts.len(),
     };
-    let reading = |tokens: Vec<TokenId>| PromptInput { tokens: tokens.into(), reading: plain_reading(&generation) };
+    let reading = |tokens: Vec<TokenId>| PromptInput {
+        snapshot_at: generate::text_end(tokens.len()).to_vec(),
+        tokens: tokens.into(),
+        reading: plain_reading(&generation),
+    };
     let prompts = prompts.into_iter().map(reading).collect();
     let shape = CompletionShape {
         tokenizer: config.tokenizer.clone(),

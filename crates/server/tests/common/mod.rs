@@ -98,8 +98,36 @@ impl Model for Gated {
         self.model.draft(wanted, drafts)
     }
 
-    fn snapshot(&mut self, slot: SlotIndex) -> Self::Snapshot {
-        self.model.snapshot(slot)
+    fn snapshot(&mut self, slot: SlotIndex, position: u32) -> Self::Snapshot {
+        self.model.snapshot(slot, position)
+    }
+
+    fn snapshot_reach(&self) -> u32 {
+        self.model.snapshot_reach()
+    }
+
+    fn can_resume(&self, snapshot: &Self::Snapshot, prompt_end: u32) -> bool {
+        self.model.can_resume(snapshot, prompt_end)
+    }
+
+    fn can_continue(&self, slot: SlotIndex, prompt_end: u32) -> bool {
+        self.model.can_continue(slot, prompt_end)
+    }
+
+    fn snapshot_bytes(&self, snapshot: &Self::Snapshot) -> u64 {
+        self.model.snapshot_bytes(snapshot)
+    }
+
+    fn snapshot_pages(&self, snapshot: &Self::Snapshot, pages: &mut Vec<u32>) {
+        self.model.snapshot_pages(snapshot, pages);
+    }
+
+    fn pages(&self) -> tf_engine::model::PageCounts {
+        self.model.pages()
+    }
+
+    fn pages_needed(&self, slot: SlotIndex, end: u32) -> u32 {
+        self.model.pages_needed(slot, end)
     }
 
     fn restore(&mut self, slot: SlotIndex, snapshot: &Self::Snapshot) {

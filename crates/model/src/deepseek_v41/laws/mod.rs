@@ -379,7 +379,7 @@ fn resumed(subject: &Subject, fault: Fault) -> Result<Evidence, String> {
         if subject.is_quick { &[17, 128] } else { &[1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 130, 163] };
     for &length in lengths {
         feed_prompt(&mut model, 0, &tokens[..length], 50)?;
-        let snapshot = model.snapshot(SlotIndex(0));
+        let snapshot = model.snapshot(SlotIndex(0), length as u32);
         // The original writes on into its pages while the snapshot is held, with other tokens.
         let other: Vec<u32> = tokens[length..].iter().map(|token| (token + 5) % subject.vocab).collect();
         let original = feed_all(&mut model, 0, length as u32, &other[..20], 7)?;

@@ -1,0 +1,231 @@
+//! Between sequences and kept prefixes: where a prompt starts, which states are kept, who yields when pages run out.
+//!
+//! Nothing here can change a reply: a restored row equals a computed one, and waiting only takes time.
+
+use std::sync::Arc;
+
+use tf_text::TokenId;
+
+use crate::clock::Time;
+use crate::commit;
+use crate::limits::{EngineLimits, SNAPSHOT_ROWS_MIN};
+use crate::model::{Model, SlotIndex};
+use crate::plan::{Plan, plan};
+use crate::prefix_cache::{Keeping, PrefixCache, common};
+use crate::request::{CacheReason, CacheSource, CacheUse, Position, RequestId};
+use crate::sequence::Sequence;
+use crate::state::{KeepRules, State};
+use crate::verify::Accepted;
+
+/// An empty cache for `model`.
+pub fn cache_for<M: Model>(model: &M, limits: &EngineLimits) -> PrefixCache<M::Snapshot> {
+    PrefixCache::new(limits.prefix_cache_bytes, model.pages().bytes)
+}
+
+/// When states of `model` are kept.
+pub fn rules_for<M: Model>(model: &M, limits: &EngineLimits) -> KeepRules {
+    let pages = model.pages();
+    KeepRules {
+        is_on: limits.prefix_cache_bytes > 0,
+        every: limits.snapshot_every,
+        reach: model.snapshot_reach(),
+        page_positions: pages.positions,
+        page_count: pages.total,
+    }
+}
+
+/// Gives every prompt that hasn't begun its start: the longest kept prefix, or the promise of one that another prompt is
+/// about to reach.
+pub fn place<M: Model>(state: &mut State, model: &mut M, cache: &mut PrefixCache<M::Snapshot>) {
+    for index in 0..state.sequences.len() {
+        let sequence = &state.sequences[index];
+        let is_due = match sequence.follows {
+            Some((leader, at)) => !is_coming(state, leader, at),
+            None => !sequence.is_placed,
+        };
+        if is_due {
+            state.sequences[index].follows = None;
+            search(state, index, model, cache);
+        }
+    }
+}
+
+fn is_coming(state: &State, leader: RequestId, at: Position) -> bool {
+    state.sequences.iter().any(|sequence| sequence.id == leader && sequence.is_prefilling() && sequence.computed < at)
+}
+
+fn search<M: Model>(state: &mut State, index: usize, model: &mut M, cache: &mut PrefixCache<M::Snapshot>) {
+    let sequence = &state.sequences[index];
+    let reason = match (state.keeping.is_on, sequence.request.score_prompt) {
+        (false, _) => Some(CacheReason::Off),
+        (true, true) => Some(CacheReason::ScoredPrompt),
+        (true, false) => None,
+    };
+    if reason.is_some() {
+        commit::place(state, index, 0, None, CacheUse { reason, ..CacheUse::default() });
+        return;
+    }
+    let (prompt, length, slot) = (sequence.request.prompt.clone(), sequence.prompt_length(), sequence.slot);
+    let found = cache.find(&prompt, length - 1, |snapshot| model.can_resume(snapshot, length));
+    let resumed = found.hit.as_ref().map_or(0, |hit| hit.position);
+    if !sequence.is_placed || resumed > sequence.computed {
+        let far = resumed + SNAPSHOT_ROWS_MIN <= found.matched.min(length - 1);
+        let nearer = if found.passed_unusable { CacheReason::Incomplete } else { CacheReason::NoSnapshot };
+        let source = if found.hit.is_some() { CacheSource::Ram } else { CacheSource::None };
+        if sequence.computed > 0 {
+            model.release(slot);
+        }
+        if let Some(hit) = &found.hit {
+            model.restore(slot, &hit.snapshot);
+        }
+        let used = CacheUse { matched: found.matched, source, reason: far.then_some(nearer) };
+        commit::place(state, index, resumed, found.hit.map(|hit| hit.prefix), used);
+    }
+    let wanted = wanted_states(state, index, found.matched, model);
+    commit::want_states(state, index, wanted);
+    follow(state, index, model);
+}
+
+/// Positions inside the prompt whose state later requests may want: those that the request names, and the place where
+/// this prompt leaves another that is kept.
+fn wanted_states<M: Model>(state: &State, index: usize, matched: Position, model: &M) -> Vec<Position> {
+    let sequence = &state.sequences[index];
+    let (start, end) = (sequence.computed, sequence.prompt_length());
+    let saves = |at: Position| end - at <= state.keeping.reach || at - start >= SNAPSHOT_ROWS_MIN;
+    let all = sequence.request.snapshot_at.iter().copied().chain([matched]);
+    let mut wanted: Vec<Position> =
+        all.filter(|&at| at > start && at < end && saves(at) && model.can_continue(sequence.slot, at)).collect();
+    wanted.sort_unstable();
+    wanted.dedup();
+    wanted
+}
+
+/// Makes a sequence wait for an older one that is computing rows of their common prefix, where that saves rows.
+fn follow<M: Model>(state: &mut State, index: usize, model: &M) {
+    let sequence = &state.sequences[index];
+    let last = sequence.prompt_length() - 1;
+    let mut best: Option<(Position, usize)> = None;
+    for (other, leader) in state.sequences.iter().enumerate() {
+        let is_ahead = leader.id < sequence.id && leader.is_placed && leader.is_prefilling();
+        if !is_ahead || leader.computed < sequence.computed {
+            continue;
+        }
+        let shared = common(&leader.request.prompt, &sequence.request.prompt) as Position;
+        let leader_last = leader.prompt_length() - 1;
+        let at = shared.min(last).min(leader_last);
+        let is_taken_anyway = at == leader_last || leader.snapshot_at.contains(&at);
+        if at >= leader.computed + SNAPSHOT_ROWS_MIN
+            && (is_taken_anyway || model.can_continue(leader.slot, at))
+            && best.is_none_or(|(most, _)| at > most)
+        {
+            best = Some((at, other));
+        }
+    }
+    if let Some((at, leader)) = best {
+        commit::follow(state, index, leader, at);
+    }
+}
+
+/// Keeps the states that the round has reached. Call when the model knows what is kept and before anything is released.
+pub fn take<M: Model>(
+    state: &mut State,
+    plan: &Plan,
+    accepted: &[Accepted],
+    model: &mut M,
+    cache: &mut PrefixCache<M::Snapshot>,
+) {
+    if !state.keeping.is_on {
+        return;
+    }
+    for (index, window) in plan.round.windows.iter().enumerate() {
+        if plan.drafts[index].is_some() {
+            continue;
+        }
+        let sequence = &state.sequences[window.sequence];
+        let (start, end) = (window.start, accepted[index].kept);
+        let KeepRules { every, reach, .. } = state.keeping;
+        // One before the prompt's end serves the same prompt again, whose last row must be computed, as well as a longer one.
+        let ends = [sequence.prompt_length() - 1, end / every * every];
+        let mut positions: Vec<Position> = sequence.snapshot_at.iter().copied().chain(ends).collect();
+        positions.retain(|&at| at > start && at <= end && end - at <= reach);
+        positions.sort_unstable();
+        positions.dedup();
+        let (slot, prompt) = (sequence.slot, sequence.request.prompt.clone());
+        for at in positions {
+            keep_state(state, model, cache, slot, &prompt[..at as usize]);
+            commit::note_kept(state, window.sequence, at);
+        }
+    }
+}
+
+fn keep_state<M: Model>(
+    state: &State,
+    model: &mut M,
+    cache: &mut PrefixCache<M::Snapshot>,
+    slot: SlotIndex,
+    prefix: &[TokenId],
+) {
+    if cache.has(prefix) {
+        return;
+    }
+    let position = prefix.len() as Position;
+    let snapshot = model.snapshot(slot, position);
+    let mut pages = Vec::new();
+    model.snapshot_pages(&snapshot, &mut pages);
+    let bytes = model.snapshot_bytes(&snapshot);
+    let is_complete = model.can_resume(&snapshot, position + 1);
+    cache.keep(prefix, Keeping { snapshot, bytes, pages, is_complete }, |key| is_source(&state.sequences, key));
+}
+
+/// Whether a running sequence resumed from this prefix.
+fn is_source(sequences: &[Sequence], key: &Arc<[TokenId]>) -> bool {
+    sequences.iter().filter_map(|sequence| sequence.source.as_ref()).any(|source| Arc::ptr_eq(source, key))
+}
+
+/// Empties the slots of sequences that have ended, after keeping what they computed.
+pub fn release<M: Model>(state: &mut State, model: &mut M, cache: &mut PrefixCache<M::Snapshot>) {
+    while let Some(released) = state.released.pop() {
+        if let Some(tokens) = &released.tokens {
+            keep_state(state, model, cache, released.slot, tokens);
+        }
+        model.release(released.slot);
+    }
+    state.stats.prefixes = cache.len() as u64;
+    state.stats.prefix_bytes = cache.bytes();
+    state.stats.prefix_evictions = cache.evictions();
+}
+
+/// Plans the next round so that its pages are there. Kept prefixes go first, then the newest sequences wait a round with
+/// their state; where even the oldest can't grow, the newest ends.
+pub fn plan_within_pages<M: Model>(
+    state: &mut State,
+    model: &mut M,
+    cache: &mut PrefixCache<M::Snapshot>,
+    round: &mut Plan,
+    now: Time,
+) {
+    commit::end_waits(state);
+    loop {
+        plan(state, round);
+        let windows = round.round.windows.iter();
+        let end = |window: &crate::model::Window| window.start + window.rows.len() as Position;
+        let needed: u64 = windows.map(|window| u64::from(model.pages_needed(window.slot, end(window)))).sum();
+        while needed > u64::from(model.pages().free) {
+            if !cache.evict(|key| is_source(&state.sequences, key)) {
+                break;
+            }
+        }
+        if needed <= u64::from(model.pages().free) {
+            return;
+        }
+        let ids = round.round.windows.iter().map(|window| state.sequences[window.sequence].id);
+        let oldest = state.sequences.iter().map(|sequence| sequence.id).min();
+        match ids.max().filter(|&newest| Some(newest) != oldest) {
+            Some(newest) => commit::wait(state, newest),
+            None => {
+                commit::end_newest(state, now);
+                release(state, model, cache);
+            }
+        }
+    }
+}
