@@ -1,6 +1,7 @@
-//! `bench`: speed in this process. `decode` times prompt rows and reply rows of the model itself, drafted and not;
-//! `evaluate` answers a dataset of prompts with expected replies and counts.
+//! `bench`: speed and laws. `decode` times prompt rows and reply rows of the model itself, drafted and not; `evaluate`
+//! answers a dataset of prompts with expected replies and counts; `concurrent`, `cache` and `serve` ask a server.
 
+use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
@@ -14,9 +15,10 @@ use crate::build;
 use crate::evaluate;
 use crate::failure::{Failure, print};
 use crate::load::{self, Checked};
+use crate::measure;
 use crate::options::Environment;
 
-const SUBCOMMANDS: &str = "decode, evaluate";
+const SUBCOMMANDS: &str = "decode, evaluate, concurrent, cache, serve, compare";
 
 pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failure> {
     crate::logs::start(arguments);
@@ -25,6 +27,10 @@ pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failu
         true => String::new(),
         false => arguments.positionals.remove(0),
     };
+    let format = arguments.text("format").and_then(Format::parse).unwrap_or(Format::Table);
+    if subcommand == "compare" {
+        return compare(&arguments, format);
+    }
     let (located, rest) = load::located(&arguments, environment, false)?;
     if let Some(word) = rest.first() {
         return Err(Mistakes(vec![format!("{word:?} is one argument too many")]).into());
@@ -32,7 +38,8 @@ pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failu
     let record = match subcommand.as_str() {
         "decode" => decode(&arguments, &load::checked(&located, &arguments)?)?,
         "evaluate" => evaluate::run(&arguments, &load::checked(&located, &arguments)?)?,
-        "serve" | "concurrent" | "cache" | "slice" | "compare" => {
+        "concurrent" | "cache" | "serve" => measure::run(&subcommand, &arguments, &located)?,
+        "slice" => {
             return Err(Failure::run_time(format!("bench {subcommand} is not built yet; {SUBCOMMANDS} are")));
         }
         "" => return Err(Mistakes(vec![format!("bench needs a subcommand: {SUBCOMMANDS}")]).into()),
@@ -44,8 +51,24 @@ pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failu
             .and_then(|()| std::fs::rename(&partial, file))
             .map_err(|error| Failure::run_time(format!("{file} can't be written: {error}")))?;
     }
-    let format = arguments.text("format").and_then(Format::parse).unwrap_or(Format::Table);
-    Ok(print(&record.print(format))?)
+    print(&record.print(format))?;
+    match record.passes() {
+        Some(false) if matches!(format, Format::Json | Format::Csv) => {
+            Err(Failure { code: 1, text: record.verdict().trim().to_owned() })
+        }
+        // The table has said why.
+        Some(false) => Err(Failure { code: 1, text: String::new() }),
+        Some(true) | None => Ok(()),
+    }
+}
+
+fn compare(arguments: &Arguments, format: Format) -> Result<(), Failure> {
+    let [one, other] = &arguments.positionals[..] else {
+        return Err(Mistakes(vec!["bench compare takes two records, written with --output".to_owned()]).into());
+    };
+    let text = tf_bench::compare::compare(Path::new(one), Path::new(other), format)
+        .map_err(|error| Failure::run_time(error.to_string()))?;
+    Ok(print(&text)?)
 }
 
 /// The head of a record: everything but its rows.
@@ -72,7 +95,7 @@ pub fn record(command: &str, checked: &Checked, options: &Options, extra: &[(&st
 }
 
 /// A list of counts.
-fn counts(arguments: &Arguments, flag: &str, default: &[u32]) -> Result<Vec<u32>, Failure> {
+pub fn counts(arguments: &Arguments, flag: &str, default: &[u32]) -> Result<Vec<u32>, Failure> {
     let Some(texts) = arguments.list(flag) else { return Ok(default.to_vec()) };
     let read = |text: &String| text.trim().parse::<u32>().ok().filter(|count| *count > 0);
     texts.iter().map(|text| read(text).ok_or(text)).collect::<Result<_, _>>().map_err(|text| {

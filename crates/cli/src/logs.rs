@@ -5,11 +5,14 @@ use std::io::IsTerminal;
 use tracing_subscriber::filter::LevelFilter;
 
 use crate::arguments::Arguments;
-use crate::options::Environment;
+use crate::options::{Command, Environment};
 
 /// Starts the log; a second start changes nothing.
 pub fn start(arguments: &Arguments) {
-    let level = arguments.text("log-level").and_then(|level| level.parse().ok()).unwrap_or(LevelFilter::INFO);
+    let given = arguments.text("log-level").filter(|_| arguments.is_given("log-level"));
+    // A measurement's own requests are no news.
+    let default = if arguments.command == Command::Bench { LevelFilter::WARN } else { LevelFilter::INFO };
+    let level = given.and_then(|level| level.parse().ok()).unwrap_or(default);
     let lines = tracing_subscriber::fmt().with_writer(std::io::stderr).with_max_level(level).with_target(false);
     // The other start's settings hold then.
     let _ = match arguments.text("log-format") {

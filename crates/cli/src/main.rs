@@ -16,6 +16,7 @@ mod locate;
 mod logits;
 mod logs;
 mod machine;
+mod measure;
 mod models;
 mod options;
 #[cfg(test)]

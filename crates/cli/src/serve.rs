@@ -7,9 +7,11 @@ use std::time::Duration;
 
 use tf_engine::{EngineHandle, WallClock};
 use tf_numerics::draw;
-use tf_server::{ApiKey, Seeds, ServerConfig};
+use tf_server::{ApiKey, MetricsNames, Seeds, ServerConfig, Shutdown};
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::{oneshot, watch};
+use tokio::task::JoinHandle;
 
 use crate::arguments::{Arguments, Mistakes};
 use crate::failure::Failure;
@@ -26,53 +28,120 @@ pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failu
         return Ok(crate::failure::print(&plan_text(&checked))?);
     }
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
-    runtime.block_on(serve(arguments, checked, address))
+    let ended = runtime.block_on(serve(arguments, checked, address));
+    // Weights that are still being read don't hold up the end.
+    runtime.shutdown_background();
+    ended
 }
 
 async fn serve(arguments: &Arguments, checked: Checked, address: SocketAddr) -> Result<(), Failure> {
     // The socket opens before the weights are read, so that a taken port is known at once.
-    let listener = TcpListener::bind(address).await.map_err(|error| {
-        Failure::run_time(format!(
-            "{address} can't be listened on: {error}. Choose another --port, or 0 for any free one"
-        ))
-    })?;
+    let listener = listen(address).await?;
     let address = listener.local_addr()?;
     if !address.ip().is_loopback() && arguments.text("api-key").is_none() && arguments.list("api-key").is_none() {
         eprintln!(
             "warning: {address} is reachable from other machines without a key. --api-key asks for one, --host 127.0.0.1 keeps it here"
         );
     }
-    let mut config = config(arguments, &checked);
-    if config.allowed_hosts.is_none() && address.ip().is_loopback() {
-        config.allowed_hosts = Some(["localhost", "127.0.0.1", "[::1]"].map(str::to_owned).to_vec());
-    }
+    let config = config(arguments, &checked, address);
     eprint!("{}", plan_text(&checked));
-    let model = checked.model(checked.loading.options.clone())?;
-    let limits = resolve::engine_limits(arguments, &tf_engine::model::Model::limits(&model), &checked.loading);
-    let (engine, thread) = tf_engine::spawn(model, limits, Arc::new(WallClock::new()))
-        .map_err(|error| Failure::run_time(error.to_string()))?;
-
     let ready = format!("ready http://{address}{} {}", config.api_prefix, config.names[0]);
-    println!("{ready}");
-    std::io::stdout().flush()?;
-    eprintln!("{ready}");
-    tf_server::serve(listener, config, engine.clone(), asked_to_end(engine)).await?;
-    let _ = thread.join();
+    let say_ready = move || {
+        // Nobody has to listen; a closed pipe doesn't end a server.
+        let mut stdout = std::io::stdout().lock();
+        let _ = writeln!(stdout, "{ready}").and_then(|()| stdout.flush());
+        eprintln!("{ready}");
+    };
+    let (asked, shutdown) = watch::channel(Shutdown::No);
+    tokio::spawn(signals(asked));
+    host(listener, config, arguments.clone(), checked, say_ready, shutdown).await
+}
+
+async fn listen(address: SocketAddr) -> Result<TcpListener, Failure> {
+    TcpListener::bind(address).await.map_err(|error| {
+        Failure::run_time(format!(
+            "{address} can't be listened on: {error}. Choose another --port, or 0 for any free one"
+        ))
+    })
+}
+
+/// Loads beside the open socket, serves until `shutdown` says otherwise, and waits for the engine's thread.
+async fn host(
+    listener: TcpListener,
+    config: ServerConfig,
+    arguments: Arguments,
+    checked: Checked,
+    on_ready: impl FnOnce(),
+    shutdown: watch::Receiver<Shutdown>,
+) -> Result<(), Failure> {
+    let mut thread = None;
+    let load = async {
+        let loaded = tokio::task::spawn_blocking(move || engine(&arguments, &checked)).await;
+        let (engine, joins) = loaded.map_err(|error| Failure::run_time(format!("loading broke down: {error}")))??;
+        thread = Some(joins);
+        Ok::<_, Failure>(engine)
+    };
+    tf_server::serve(listener, config, load, on_ready, shutdown).await?;
+    if let Some(thread) = thread {
+        let _ = tokio::task::spawn_blocking(|| thread.join()).await;
+    }
     Ok(())
 }
 
-/// Ready at the first SIGTERM or Ctrl-C; a second one stops the engine at once.
-async fn asked_to_end(engine: EngineHandle) {
+fn engine(arguments: &Arguments, checked: &Checked) -> Result<(EngineHandle, std::thread::JoinHandle<()>), Failure> {
+    let model = checked.model(checked.loading.options.clone())?;
+    let limits = resolve::engine_limits(arguments, &tf_engine::model::Model::limits(&model), &checked.loading);
+    tf_engine::spawn(model, limits, Arc::new(WallClock::new())).map_err(|error| Failure::run_time(error.to_string()))
+}
+
+/// Asks for a drain at the first SIGTERM or Ctrl-C, and for the end at the second.
+async fn signals(asked: watch::Sender<Shutdown>) {
     let (Ok(mut terminate), Ok(mut interrupt)) = (signal(SignalKind::terminate()), signal(SignalKind::interrupt()))
     else {
-        return std::future::pending().await;
+        return;
     };
     tokio::select! { _ = terminate.recv() => {}, _ = interrupt.recv() => {} }
     eprintln!("draining: running replies are finished, no new ones are taken; once more to stop at once");
-    tokio::spawn(async move {
-        tokio::select! { _ = terminate.recv() => {}, _ = interrupt.recv() => {} }
-        engine.stop();
-    });
+    asked.send_replace(Shutdown::Drain);
+    tokio::select! { _ = terminate.recv() => {}, _ = interrupt.recv() => {} }
+    asked.send_replace(Shutdown::Stop);
+}
+
+/// A server of this process on a loopback port, for as long as something is measured.
+pub struct Local {
+    pub url: String,
+    shutdown: watch::Sender<Shutdown>,
+    serving: JoinHandle<Result<(), Failure>>,
+}
+
+impl Local {
+    /// Loads the model and serves it. `arguments` are those of `serve`.
+    ///
+    /// # Errors
+    /// As loading.
+    pub async fn start(arguments: Arguments, checked: Checked) -> Result<Local, Failure> {
+        let listener = listen(SocketAddr::new(IpAddr::from([127, 0, 0, 1]), 0)).await?;
+        let address = listener.local_addr()?;
+        let config = config(&arguments, &checked, address);
+        let (on_ready, ready) = oneshot::channel();
+        let (shutdown, asked) = watch::channel(Shutdown::No);
+        let say_ready = move || {
+            let _ = on_ready.send(());
+        };
+        let serving = tokio::spawn(async move { host(listener, config, arguments, checked, say_ready, asked).await });
+        let local = Local { url: format!("http://{address}"), shutdown, serving };
+        match ready.await {
+            Ok(()) => Ok(local),
+            Err(_) => Err(local.stop().await.err().unwrap_or_else(|| Failure::run_time("the server never got ready"))),
+        }
+    }
+
+    /// # Errors
+    /// What ended the server early.
+    pub async fn stop(self) -> Result<(), Failure> {
+        self.shutdown.send_replace(Shutdown::Drain);
+        self.serving.await.map_err(|error| Failure::run_time(format!("the server broke down: {error}")))?
+    }
 }
 
 fn address(arguments: &Arguments) -> Result<SocketAddr, Failure> {
@@ -87,7 +156,7 @@ fn address(arguments: &Arguments) -> Result<SocketAddr, Failure> {
     Ok(SocketAddr::new(ip, port))
 }
 
-fn config(arguments: &Arguments, checked: &Checked) -> ServerConfig {
+fn config(arguments: &Arguments, checked: &Checked, address: SocketAddr) -> ServerConfig {
     let names = match arguments.list("name") {
         Some(names) if !names.is_empty() => names.to_vec(),
         _ => arguments.text("name").map_or_else(|| vec![checked.name.clone()], |name| vec![name.to_owned()]),
@@ -95,6 +164,14 @@ fn config(arguments: &Arguments, checked: &Checked) -> ServerConfig {
     let salt = arguments.text("seed-salt").unwrap_or_default().as_bytes().to_vec();
     let seconds = |flag, default| resolve::seconds(arguments, flag).unwrap_or(Duration::from_secs(default));
     let prefix = arguments.text("api-prefix").unwrap_or_default().trim_matches('/');
+    // Pages of other sites can't reach a server of this machine under a name of their own.
+    let own_hosts =
+        || address.ip().is_loopback().then(|| ["localhost", "127.0.0.1", "[::1]"].map(str::to_owned).to_vec());
+    let metrics = match (arguments.is_on("metrics"), arguments.text("metrics-names")) {
+        (false, _) => MetricsNames::Off,
+        (true, Some("all")) => MetricsNames::All,
+        (true, _) => MetricsNames::Own,
+    };
     ServerConfig {
         names,
         any_model: arguments.is_on("any-model"),
@@ -111,12 +188,15 @@ fn config(arguments: &Arguments, checked: &Checked) -> ServerConfig {
         },
         api_keys: keys(arguments),
         allowed_origins: arguments.list("allowed-origins").map(<[String]>::to_vec),
-        allowed_hosts: arguments.list("allowed-hosts").map(<[String]>::to_vec),
+        allowed_hosts: arguments.list("allowed-hosts").map(<[String]>::to_vec).or_else(own_hosts),
         api_prefix: if prefix.is_empty() { String::new() } else { format!("/{prefix}") },
         max_body_bytes: arguments.bytes("max-body").map_or(64 << 20, |bytes| bytes as usize),
         sse_ping: seconds("sse-ping", 5),
         shutdown_timeout: seconds("shutdown-timeout", 30),
         watchdog: seconds("watchdog", 60),
+        metrics,
+        metrics_open: arguments.is_on("metrics-open"),
+        memory_plan: crate::info::parts(&checked.loading.plan).to_vec(),
     }
 }
 

@@ -8,6 +8,8 @@ use tf_text::TokenId;
 use tf_text::chat::openai::Defaults;
 use tf_text::tokenizer::Tokenizer;
 
+use crate::metrics::MetricsNames;
+
 /// What a reply says about the program that made it.
 #[derive(Clone, Debug)]
 pub struct Identity {
@@ -101,4 +103,9 @@ pub struct ServerConfig {
     pub shutdown_timeout: Duration,
     /// A round older than this makes the server unhealthy.
     pub watchdog: Duration,
+    pub metrics: MetricsNames,
+    /// `/metrics` and `/memory` are answered without a key.
+    pub metrics_open: bool,
+    /// Planned bytes by part.
+    pub memory_plan: Vec<(&'static str, u64)>,
 }

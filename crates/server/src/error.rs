@@ -112,6 +112,12 @@ impl ApiError {
         ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, INVALID, "unsupported_media_type", message)
     }
 
+    pub fn loading() -> Self {
+        let message = "The model is still being loaded. Send the request again in a moment; GET /ready says when.";
+        let error = ApiError::new(StatusCode::SERVICE_UNAVAILABLE, SERVER, "model_loading", message);
+        ApiError { retry_after: Some(Duration::from_secs(5)), ..error }
+    }
+
     pub fn draining() -> Self {
         let message = "The server is shutting down and takes no new requests. Send the request again in a moment.";
         let error = ApiError::new(StatusCode::SERVICE_UNAVAILABLE, SERVER, "draining", message);

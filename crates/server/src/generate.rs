@@ -6,16 +6,18 @@
 use std::future::poll_fn;
 use std::sync::Arc;
 use std::task::Poll;
+use std::time::Instant;
 
 use sha2::{Digest, Sha256};
-use tf_engine::{Batch, EngineHandle, FinishReason, Reply, ReplyStats, Request};
+use tf_engine::{Batch, FinishReason, Reply, ReplyStats, Request, SubmitError};
 use tf_text::TokenId;
 use tf_text::chat::Marker;
 use tf_text::reply::{Delta, End, Finish, ReplyOptions, ReplyStream};
 use tf_text::tokenizer::Tokenizer;
 
-use crate::config::ServerConfig;
 use crate::error::ApiError;
+use crate::http::Server;
+use crate::metrics::Metrics;
 use crate::openai::sampling::Generation;
 
 /// Log-probabilities of one token.
@@ -94,18 +96,17 @@ pub struct Choice {
     logprobs: bool,
     stop_ids: Vec<TokenId>,
     include_stop: bool,
+    metrics: Arc<Metrics>,
+    /// When the last batch with tokens came.
+    last_tokens: Option<Instant>,
 }
 
 /// Submits `n` choices for each prompt, all or none.
 ///
 /// # Errors
 /// A prompt that doesn't fit, or no room in the queue; nothing was computed then.
-pub fn submit(
-    config: &ServerConfig,
-    engine: &EngineHandle,
-    asked: Asked<'_>,
-    prompts: Vec<PromptInput>,
-) -> Result<Vec<Choice>, ApiError> {
+pub fn submit(server: &Server, asked: Asked<'_>, prompts: Vec<PromptInput>) -> Result<Vec<Choice>, ApiError> {
+    let (config, engine) = (&server.config, &server.engine);
     let generation = asked.generation;
     let end_token = config.tokenizer.markers().id(Marker::EndOfSentence);
     let mut end_ids = generation.stop_ids.clone();
@@ -139,7 +140,12 @@ pub fn submit(
         }
     }
     let submitted = requests.clone();
-    let replies = engine.submit_all(requests).map_err(|error| ApiError::of_submit(error, asked.what))?;
+    let replies = engine.submit_all(requests).map_err(|error| {
+        if matches!(error, SubmitError::QueueFull { .. }) {
+            server.metrics.refused("queue_full");
+        }
+        ApiError::of_submit(error, asked.what)
+    })?;
     let choices = replies.into_iter().zip(submitted).zip(readings).map(|((reply, request), (reading, seed))| Choice {
         prompt: request.prompt,
         max_tokens: request.max_tokens,
@@ -156,6 +162,8 @@ pub fn submit(
         logprobs: asked.logprobs.is_some(),
         stop_ids: generation.stop_ids.clone(),
         include_stop: generation.include_stop,
+        metrics: server.metrics.clone(),
+        last_tokens: None,
     });
     Ok(choices.collect())
 }
@@ -183,6 +191,12 @@ impl Choice {
             top: batch.top_of(row).to_vec(),
         };
         self.prompt_rows.extend(self.batch.prompt.iter().map(|row| row_of(&self.batch, row)));
+        if !self.batch.tokens.is_empty() {
+            let now = Instant::now();
+            if let Some(before) = self.last_tokens.replace(now) {
+                self.metrics.between_tokens(now.duration_since(before));
+            }
+        }
         let mut deltas = Vec::new();
         for row in &self.batch.tokens {
             let Some(text) = self.text.as_mut().filter(|_| !self.is_cut) else { break };
@@ -218,6 +232,10 @@ impl Choice {
         } else {
             reason
         };
+        if reason == FinishReason::QueueTimeout {
+            self.metrics.refused("queue_timeout");
+        }
+        self.metrics.ended(&reason, &stats);
         self.ended = Some(Ended { finish, reason, stats });
         deltas
     }

@@ -12,6 +12,8 @@ use crate::config::ServerConfig;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Condition {
     Ok,
+    /// The weights aren't there yet.
+    Loading,
     Draining,
     /// No place in the queue; what runs makes progress.
     Full,
@@ -38,10 +40,22 @@ impl Condition {
         if self == Condition::Ok { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE }
     }
 
+    /// The state as `/metrics` names it.
+    pub fn name(self) -> &'static str {
+        match self {
+            Condition::Ok | Condition::Full => "ready",
+            Condition::Loading => "loading",
+            Condition::Draining => "draining",
+            Condition::Stalled => "stalled",
+            Condition::Failed => "failed",
+        }
+    }
+
     /// The body of a refusal, in llama-server's form.
     pub fn refusal(self) -> Value {
         let message = match self {
             Condition::Ok => "ok",
+            Condition::Loading => "Loading model",
             Condition::Full => "the queue is full",
             Condition::Draining => "draining",
             Condition::Stalled => "stalled",

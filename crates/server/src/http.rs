@@ -2,7 +2,7 @@
 
 use std::future::Future;
 use std::io;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use axum::Router;
@@ -14,14 +14,17 @@ use serde_json::{Value, json};
 use tf_engine::{EngineHandle, Lifecycle};
 use tf_text::json::Value as Json;
 use tokio::net::TcpListener;
+use tokio::sync::watch;
 use tower_http::decompression::RequestDecompressionLayer;
 
 use crate::config::ServerConfig;
 use crate::error::ApiError;
 use crate::health::{self, Condition};
 use crate::ids;
+use crate::memory;
+use crate::metrics::{self, Metrics, MetricsNames};
 use crate::openai::sampling::Rules;
-use crate::openai::{chat, completions, models};
+use crate::openai::{chat, completions, models, tokens};
 use crate::routes::Route;
 
 /// How long replies that have ended may still take to reach their clients.
@@ -30,11 +33,29 @@ const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
 const DRAIN_POLL: Duration = Duration::from_millis(20);
 const REQUEST_ID_CHARACTERS_MAX: usize = 128;
 
-/// What every request sees.
+/// What every request sees once the model is there.
 pub struct Server {
-    pub config: ServerConfig,
+    pub config: Arc<ServerConfig>,
     pub engine: EngineHandle,
+    pub metrics: Arc<Metrics>,
     started: Instant,
+}
+
+/// What every request sees from the first moment.
+struct Edge {
+    config: Arc<ServerConfig>,
+    metrics: Arc<Metrics>,
+    server: OnceLock<Arc<Server>>,
+}
+
+/// Whether a server shall go on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Shutdown {
+    No,
+    /// What runs is finished within the configured time.
+    Drain,
+    /// What runs is cut.
+    Stop,
 }
 
 impl Server {
@@ -51,51 +72,77 @@ impl Server {
     }
 }
 
-/// Serves until `shutdown` is ready, then drains: what runs is finished within the configured time, what is cut hears so.
+/// Serves from the first moment: until `load` is done requests are refused as too early. Then, when `shutdown` says so,
+/// drains: what runs is finished within the configured time, what is cut hears so.
 ///
 /// # Errors
-/// The listener failed.
-pub async fn serve(
+/// The model could not be loaded, or the listener failed.
+pub async fn serve<E: From<io::Error>>(
     listener: TcpListener,
     config: ServerConfig,
-    engine: EngineHandle,
-    shutdown: impl Future<Output = ()> + Send + 'static,
-) -> io::Result<()> {
+    load: impl Future<Output = Result<EngineHandle, E>>,
+    on_ready: impl FnOnce(),
+    mut shutdown: watch::Receiver<Shutdown>,
+) -> Result<(), E> {
     let drain_timeout = config.shutdown_timeout;
-    let server = Arc::new(Server { config, engine: engine.clone(), started: Instant::now() });
+    let started = Instant::now();
+    let (config, metrics) = (Arc::new(config), Arc::new(Metrics::default()));
+    let edge = Arc::new(Edge { config, metrics, server: OnceLock::new() });
     let decompression = RequestDecompressionLayer::new().pass_through_unaccepted(true);
-    let app = Router::new().fallback(handle).layer(decompression).with_state(server);
+    let app = Router::new().fallback(handle).layer(decompression).with_state(edge.clone());
     let (close, closed) = tokio::sync::oneshot::channel::<()>();
     // While it drains the server still answers, so that clients hear why they are refused.
     let serving = axum::serve(listener, app).with_graceful_shutdown(async move {
         let _ = closed.await;
     });
     let serving = tokio::spawn(async move { serving.await });
-
-    shutdown.await;
-    engine.drain();
-    let is_ended = || matches!(engine.lifecycle(), Lifecycle::Stopped(_));
-    let deadline = tokio::time::Instant::now() + drain_timeout;
-    while !is_ended() && tokio::time::Instant::now() < deadline {
-        tokio::time::sleep(DRAIN_POLL).await;
+    let loaded = tokio::select! {
+        loaded = load => Some(loaded?),
+        () = asked(&mut shutdown) => None,
+    };
+    if let Some(engine) = loaded {
+        let server =
+            Server { config: edge.config.clone(), engine: engine.clone(), metrics: edge.metrics.clone(), started };
+        edge.server.get_or_init(|| Arc::new(server));
+        on_ready();
+        asked(&mut shutdown).await;
+        drain(&engine, drain_timeout, &shutdown).await;
     }
-    engine.stop();
     let _ = close.send(());
     match tokio::time::timeout(FLUSH_TIMEOUT, serving).await {
-        Ok(Ok(result)) => result,
-        Ok(Err(error)) => Err(io::Error::other(error)),
+        Ok(Ok(result)) => Ok(result?),
+        Ok(Err(error)) => Err(io::Error::other(error).into()),
         // A client that doesn't read its last bytes can't hold up the end.
         Err(_) => Ok(()),
     }
 }
 
-async fn handle(State(server): State<Arc<Server>>, request: Request) -> Response {
+/// Ready when the server shall not go on. Nobody left to say so means that it shall.
+async fn asked(shutdown: &mut watch::Receiver<Shutdown>) {
+    if shutdown.wait_for(|shutdown| *shutdown != Shutdown::No).await.is_err() {
+        std::future::pending().await
+    }
+}
+
+async fn drain(engine: &EngineHandle, timeout: Duration, shutdown: &watch::Receiver<Shutdown>) {
+    engine.drain();
+    let is_ended = || matches!(engine.lifecycle(), Lifecycle::Stopped(_)) || *shutdown.borrow() == Shutdown::Stop;
+    let deadline = tokio::time::Instant::now() + timeout;
+    while !is_ended() && tokio::time::Instant::now() < deadline {
+        tokio::time::sleep(DRAIN_POLL).await;
+    }
+    engine.stop();
+}
+
+async fn handle(State(edge): State<Arc<Edge>>, request: Request) -> Response {
     let began = Instant::now();
     let method = request.method().clone();
     let path = request.uri().path().to_string();
     let request_id = request_id(request.headers());
-    let cors = allowed_origin(&server.config, request.headers());
-    let mut response = match answer(&server, request).await {
+    let cors = allowed_origin(&edge.config, request.headers());
+    let label = route_of(&edge.config, &path).map_or("unknown", |route| route.label());
+    let key = key_of(&edge.config, request.headers()).unwrap_or_default().to_string();
+    let mut response = match answer(&edge, request).await {
         Ok(response) => response,
         Err(error) => error.into_response(),
     };
@@ -110,24 +157,31 @@ async fn handle(State(server): State<Arc<Server>>, request: Request) -> Response
         headers.append(header::VARY, HeaderValue::from_static("origin"));
         headers.append(header::ACCESS_CONTROL_EXPOSE_HEADERS, HeaderValue::from_static("x-request-id"));
     }
+    edge.metrics.answered(label, response.status().as_u16(), &key);
     let id = request_id.to_str().unwrap_or_default();
-    tracing::info!(id, %method, path, status = response.status().as_u16(), milliseconds, "request");
+    tracing::info!(id, %method, path, status = response.status().as_u16(), milliseconds, key, "request");
     response
 }
 
-async fn answer(server: &Arc<Server>, request: Request) -> Result<Response, ApiError> {
-    let config = &server.config;
+/// What a path means below the configured prefix.
+fn route_of(config: &ServerConfig, path: &str) -> Option<Route> {
+    let below = path.strip_prefix(config.api_prefix.trim_end_matches('/'))?;
+    if below.is_empty() || below.starts_with('/') { Route::find(below) } else { None }
+}
+
+async fn answer(edge: &Arc<Edge>, request: Request) -> Result<Response, ApiError> {
+    let config = &edge.config;
     check_host(config, request.headers(), request.uri().host())?;
     let path = request.uri().path();
-    let below = path.strip_prefix(config.api_prefix.trim_end_matches('/'));
-    let below = below.filter(|rest| rest.is_empty() || rest.starts_with('/'));
     let method = request.method().clone();
     if method == Method::OPTIONS {
         return Ok(preflight(config, request.headers()));
     }
-    let route = below.and_then(Route::find);
-    let has_key = has_key(config, request.headers());
-    if !has_key && !route.as_ref().is_some_and(Route::is_open) {
+    let route = route_of(config, path);
+    let has_key = config.api_keys.is_empty() || key_of(config, request.headers()).is_some();
+    let is_open =
+        |route: &Route| route.is_open() || config.metrics_open && matches!(route, Route::Metrics | Route::Memory);
+    if !has_key && !route.as_ref().is_some_and(is_open) {
         return Err(ApiError::invalid_key());
     }
     let Some(route) = route else { return Err(ApiError::unknown_route(path)) };
@@ -135,30 +189,74 @@ async fn answer(server: &Arc<Server>, request: Request) -> Result<Response, ApiE
         return Err(ApiError::unsupported_route(reason));
     }
     let is_reading = method == Method::GET || method == Method::HEAD;
-    let allowed = if matches!(route, Route::Chat | Route::Completions) { method == Method::POST } else { is_reading };
+    let allowed = if route.allow().starts_with("POST") { method == Method::POST } else { is_reading };
     if !allowed {
         return Err(ApiError::method_not_allowed(method.as_str(), path, route.allow()));
     }
 
-    let (context, vocab_size) = (server.engine.limits().context, server.engine.model_limits().vocab_size);
     let response = match route {
         Route::Root => json_response(&json!({"name": "tensorfold", "version": config.identity.version})),
         Route::Version => json_response(&json!({"version": config.identity.version, "commit": config.identity.commit})),
+        Route::Metrics => metrics_response(edge)?,
+        route => match edge.server.get() {
+            Some(server) => answer_loaded(server, route, request, has_key).await?,
+            None => too_early(&route)?,
+        },
+    };
+    Ok(if method == Method::HEAD { without_body(response) } else { response })
+}
+
+/// While the model is loading.
+fn too_early(route: &Route) -> Result<Response, ApiError> {
+    match route {
+        Route::Health | Route::Ready => Ok(refusal(Condition::Loading)),
+        Route::Ping => Ok(empty(Condition::Loading)),
+        _ => Err(ApiError::loading()),
+    }
+}
+
+fn metrics_response(edge: &Edge) -> Result<Response, ApiError> {
+    if edge.config.metrics == MetricsNames::Off {
+        return Err(ApiError::unsupported_route("Figures are off; start the server with --metrics to have them here."));
+    }
+    let server = edge.server.get();
+    let condition = server.map_or(Condition::Loading, |server| Condition::of(&server.engine, server.config.watchdog));
+    let page = metrics::page(&edge.config, server.map(|server| &server.engine), &edge.metrics, condition.name());
+    let mut response = Response::new(Body::from(page));
+    response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(metrics::CONTENT_TYPE));
+    Ok(response)
+}
+
+async fn answer_loaded(
+    server: &Arc<Server>,
+    route: Route,
+    request: Request,
+    has_key: bool,
+) -> Result<Response, ApiError> {
+    let config = &server.config;
+    let (context, vocab_size) = (server.engine.limits().context, server.engine.model_limits().vocab_size);
+    Ok(match route {
+        Route::Memory => json_response(&memory::report(config, context)),
+        Route::TokenizerInfo => json_response(&tokens::info(&config.tokenizer)),
+        Route::Tokenize | Route::Detokenize | Route::ApplyTemplate => {
+            let body = read_body(config, request).await?;
+            let config = config.clone();
+            // A long text takes a while; other requests' tasks go on meanwhile.
+            let answered = tokio::task::spawn_blocking(move || match route {
+                Route::Tokenize => tokens::tokenize(&config, &body, context),
+                Route::Detokenize => tokens::detokenize(&config, &body),
+                _ => tokens::apply_template(&config, &body),
+            });
+            json_response(&answered.await.map_err(|error| ApiError::internal(&error.to_string()))??)
+        }
         Route::Health => match Condition::of(&server.engine, config.watchdog) {
-            Condition::Ok => {
-                let is_shown = config.api_keys.is_empty() || has_key;
-                json_response(&health::report(config, &server.engine, server.started.elapsed(), is_shown))
-            }
+            Condition::Ok => json_response(&health::report(config, &server.engine, server.started.elapsed(), has_key)),
             condition => refusal(condition),
         },
         Route::Ready | Route::Ping => match readiness(server) {
             Condition::Ok if route == Route::Ping => Response::new(Body::empty()),
             Condition::Ok => json_response(&json!({"status": "ready"})),
-            condition if route == Route::Ping => {
-                let mut response = Response::new(Body::empty());
-                *response.status_mut() = condition.status();
-                response
-            }
+            condition if route == Route::Ping => empty(condition),
             condition => refusal(condition),
         },
         Route::Models => json_response(&models::list(config, context, vocab_size)),
@@ -173,9 +271,10 @@ async fn answer(server: &Arc<Server>, request: Request) -> Result<Response, ApiE
             let body = read_body(config, request).await?;
             completions::answer(server.clone(), body).await?
         }
+        // Answered before the model is asked for.
+        Route::Root | Route::Version | Route::Metrics => return Err(ApiError::internal("a route has two answers")),
         Route::Unsupported(reason) => return Err(ApiError::unsupported_route(reason)),
-    };
-    Ok(if method == Method::HEAD { without_body(response) } else { response })
+    })
 }
 
 /// A whole reply.
@@ -187,6 +286,12 @@ pub fn json_response(value: &Value) -> Response {
 
 fn refusal(condition: Condition) -> Response {
     let mut response = json_response(&condition.refusal());
+    *response.status_mut() = condition.status();
+    response
+}
+
+fn empty(condition: Condition) -> Response {
+    let mut response = Response::new(Body::empty());
     *response.status_mut() = condition.status();
     response
 }
@@ -212,6 +317,7 @@ fn check_accepting(server: &Server) -> Result<(), ApiError> {
     match Condition::of(&server.engine, server.config.watchdog) {
         // An engine that has stopped says why when it is asked.
         Condition::Ok | Condition::Full | Condition::Failed => Ok(()),
+        Condition::Loading => Err(ApiError::loading()),
         Condition::Draining => Err(ApiError::draining()),
         Condition::Stalled => Err(ApiError::stalled()),
     }
@@ -283,20 +389,19 @@ fn host_name(host: &str) -> &str {
     }
 }
 
-/// Whether the request carries one of the keys, or none is needed.
-fn has_key(config: &ServerConfig, headers: &HeaderMap) -> bool {
-    if config.api_keys.is_empty() {
-        return true;
-    }
+/// The label of the key that the request carries, where it is one of the server's.
+fn key_of<'a>(config: &'a ServerConfig, headers: &HeaderMap) -> Option<&'a str> {
     let bearer = headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
     let bearer = bearer.and_then(|value| value.split_once(' ')).filter(|(kind, _)| kind.eq_ignore_ascii_case("bearer"));
     let plain = headers.get("x-api-key").and_then(|value| value.to_str().ok());
     let given = [bearer.map(|(_, key)| key.trim()), plain];
     // Every key is compared in full, so that the time taken says nothing about any of them.
-    let mut found = false;
+    let mut found = None;
     for given in given.into_iter().flatten() {
         for key in &config.api_keys {
-            found |= equal_in_constant_time(given.as_bytes(), key.key.as_bytes());
+            if equal_in_constant_time(given.as_bytes(), key.key.as_bytes()) {
+                found = Some(key.label.as_str());
+            }
         }
     }
     found

@@ -9,10 +9,13 @@ pub mod generate;
 pub mod health;
 pub mod http;
 mod ids;
+mod memory;
+pub mod metrics;
 pub mod openai;
 pub mod routes;
 pub mod session;
 
 pub use config::{ApiKey, Identity, ReasoningField, SamplingDefaults, Seeds, ServerConfig};
 pub use generate::conversation_positions;
-pub use http::serve;
+pub use http::{Shutdown, serve};
+pub use metrics::MetricsNames;

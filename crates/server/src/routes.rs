@@ -12,6 +12,12 @@ pub enum Route {
     Model(String),
     Chat,
     Completions,
+    Tokenize,
+    Detokenize,
+    ApplyTemplate,
+    TokenizerInfo,
+    Memory,
+    Metrics,
     /// Known and not there: the reason.
     Unsupported(&'static str),
 }
@@ -34,12 +40,6 @@ const UNSUPPORTED: &[(&str, &str)] = &[
     ("/responses/*", LATER),
     ("/messages", LATER),
     ("/messages/*", LATER),
-    ("/tokenize", LATER),
-    ("/detokenize", LATER),
-    ("/apply-template", LATER),
-    ("/tokenizer_info", LATER),
-    ("/memory", LATER),
-    ("/metrics", LATER),
     ("/server_info", LATER),
     ("/openapi.json", LATER),
     ("/decisions", LATER),
@@ -72,6 +72,12 @@ impl Route {
             "/models" => Route::Models,
             "/chat/completions" => Route::Chat,
             "/completions" => Route::Completions,
+            "/tokenize" => Route::Tokenize,
+            "/detokenize" => Route::Detokenize,
+            "/apply-template" => Route::ApplyTemplate,
+            "/tokenizer_info" => Route::TokenizerInfo,
+            "/memory" => Route::Memory,
+            "/metrics" => Route::Metrics,
             _ => match short.strip_prefix("/models/") {
                 Some(id) => Route::Model(id.to_string()),
                 None => Route::Unsupported(Self::unsupported(short)?),
@@ -90,16 +96,42 @@ impl Route {
     /// The methods of the path, as `Allow` lists them.
     pub fn allow(&self) -> &'static str {
         match self {
-            Route::Chat | Route::Completions => "POST, OPTIONS",
+            Route::Chat | Route::Completions | Route::Tokenize | Route::Detokenize | Route::ApplyTemplate => {
+                "POST, OPTIONS"
+            }
             Route::Root
             | Route::Health
             | Route::Ready
             | Route::Ping
             | Route::Version
+            | Route::TokenizerInfo
+            | Route::Memory
+            | Route::Metrics
             | Route::Models
             | Route::Model(_) => "GET, HEAD, OPTIONS",
             // The answer is the same for all.
             Route::Unsupported(_) => "",
+        }
+    }
+
+    /// The path as figures are labelled with it: as few as there are routes, whatever is asked for.
+    pub fn label(&self) -> &'static str {
+        match self {
+            Route::Root => "/",
+            Route::Health => "/health",
+            Route::Ready => "/ready",
+            Route::Ping => "/ping",
+            Route::Version => "/version",
+            Route::Models | Route::Model(_) => "/v1/models",
+            Route::Chat => "/v1/chat/completions",
+            Route::Completions => "/v1/completions",
+            Route::Tokenize => "/tokenize",
+            Route::Detokenize => "/detokenize",
+            Route::ApplyTemplate => "/apply-template",
+            Route::TokenizerInfo => "/tokenizer_info",
+            Route::Memory => "/memory",
+            Route::Metrics => "/metrics",
+            Route::Unsupported(_) => "unsupported",
         }
     }
 
@@ -127,6 +159,12 @@ mod tests {
             ("/v1/chat/completions", Some(Route::Chat)),
             ("/chat/completions", Some(Route::Chat)),
             ("/v1/completions/", Some(Route::Completions)),
+            ("/tokenize", Some(Route::Tokenize)),
+            ("/v1/detokenize", Some(Route::Detokenize)),
+            ("/apply-template", Some(Route::ApplyTemplate)),
+            ("/tokenizer_info", Some(Route::TokenizerInfo)),
+            ("/v1/memory", Some(Route::Memory)),
+            ("/v1/metrics", Some(Route::Metrics)),
             ("/v1/embeddings", Some(Route::Unsupported(EMBEDDINGS))),
             ("/v1/audio/speech", Some(Route::Unsupported(MEDIA))),
             ("/v1/responses", Some(Route::Unsupported(LATER))),

@@ -101,6 +101,16 @@ impl<S: Shape> Session<S> {
     }
 }
 
+impl<S> Drop for Session<S> {
+    /// A session that is dropped before its replies are whole has lost its client.
+    fn drop(&mut self) {
+        let is_open = self.choices.iter().any(|choice| choice.ended.is_none());
+        if is_open && failure(&self.choices).is_none() {
+            self.server.metrics.disconnected();
+        }
+    }
+}
+
 struct Stream<S> {
     session: Session<S>,
     queue: VecDeque<Bytes>,
@@ -143,6 +153,7 @@ impl<S: Shape> Stream<S> {
         if let Some(error) = failure(&self.session.choices) {
             // No `[DONE]`: a broken reply must not look finished.
             self.push_event(&error.to_json());
+            self.session.server.metrics.stream_failed();
             self.is_over = true;
             return;
         }

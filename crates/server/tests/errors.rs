@@ -136,12 +136,14 @@ async fn routes_methods_media_and_sizes() {
     let json = [("content-type", "application/json")];
     let long = vec![b' '; 2000];
     type Case<'a> = (&'a str, &'a str, &'a [(&'a str, &'a str)], &'a [u8], u16, &'a str);
-    let cases: [Case<'_>; 16] = [
+    let cases: [Case<'_>; 18] = [
         ("GET", "/nonsense", &[], b"", 404, "unknown_route"),
         ("POST", "/v1/embeddings", &json, b"{}", 404, "unsupported_route"),
         ("POST", "/v1/responses", &json, b"{}", 404, "unsupported_route"),
         ("POST", "/v1/messages?beta=true", &json, b"{}", 404, "unsupported_route"),
-        ("GET", "/metrics", &[], b"", 404, "unsupported_route"),
+        ("GET", "/server_info", &[], b"", 404, "unsupported_route"),
+        ("GET", "/tokenize", &[], b"", 405, "method_not_allowed"),
+        ("POST", "/metrics", &json, b"{}", 405, "method_not_allowed"),
         ("POST", "/api/chat", &json, b"{}", 404, "unsupported_route"),
         ("GET", "/v1/chat/completions", &[], b"", 405, "method_not_allowed"),
         ("POST", "/v1/models", &json, b"{}", 405, "method_not_allowed"),

@@ -4,7 +4,7 @@ mod common;
 
 use std::time::Duration;
 
-use common::{Setup, parse_answer, read_answer, start};
+use common::{Setup, parse_answer, read_answer, start, start_loading};
 use serde_json::json;
 use tokio::io::AsyncReadExt;
 
@@ -170,5 +170,77 @@ async fn a_slow_reader_is_cancelled_and_holds_up_nobody() {
     let body = json!({"prompt": "go", "max_tokens": 5, "ignore_eos": true});
     assert_eq!(server.post("/v1/completions", &body).await.status, 200);
     drop(stuck);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_server_answers_while_it_loads() {
+    let (mut server, ready) = start_loading(Setup::default()).await;
+    for path in ["/health", "/ready", "/live"] {
+        let answer = server.get(path).await;
+        let expected = json!({"error": {"code": 503, "message": "Loading model", "type": "unavailable_error"}});
+        assert_eq!((answer.status, answer.json()), (503, expected), "{path}");
+    }
+    assert_eq!(server.get("/ping").await.status, 503);
+    assert_eq!(server.get("/version").await.status, 200);
+    let metrics = server.get("/metrics").await;
+    assert!(metrics.text().contains("tensorfold:model_ready{model_name=\"history\"} 0\n"), "{}", metrics.text());
+    let body = json!({"prompt": "go", "max_tokens": 1});
+    for answer in [server.get("/v1/models").await, server.post("/v1/completions", &body).await] {
+        assert_eq!((answer.status, answer.json()["error"]["code"].as_str()), (503, Some("model_loading")));
+        assert!(answer.header("retry-after").is_some());
+    }
+    assert_eq!(server.get("/nonsense").await.status, 404);
+
+    server.finish_loading();
+    ready.await.expect("the server becomes ready");
+    assert_eq!(server.get("/health").await.json()["status"], "ok");
+    assert_eq!(server.post("/v1/completions", &body).await.status, 200);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_server_can_be_ended_while_it_loads() {
+    let (server, ready) = start_loading(Setup::default()).await;
+    assert_eq!(server.get("/health").await.status, 503);
+    server.stop().await;
+    assert!(ready.await.is_err(), "it said that it was ready");
+}
+
+#[tokio::test]
+async fn a_round_that_takes_too_long_makes_the_server_unhealthy() {
+    let config = |config: &mut tf_server::ServerConfig| config.watchdog = Duration::from_millis(50);
+    let server = start(Setup { config, ..Setup::default() }).await;
+    assert_eq!(server.get("/health").await.status, 200);
+    server.gate.close();
+    let body = json!({"prompt": "go", "max_tokens": 3, "ignore_eos": true});
+    let waiting = server.post_open("/v1/completions", &body).await;
+    let mut health = server.get("/health").await;
+    while health.status == 200 {
+        health = server.get("/health").await;
+    }
+    assert_eq!((health.status, health.json()["error"]["message"].as_str()), (503, Some("stalled")));
+    assert_eq!(server.get("/ready").await.status, 503);
+    let refused = server.post("/v1/completions", &body).await;
+    assert_eq!((refused.status, refused.json()["error"]["code"].as_str()), (503, Some("engine_stalled")));
+    assert!(refused.header("retry-after").is_some());
+    // The round ends after all: what waited is whole and the server is well.
+    server.gate.open();
+    assert_eq!(read_answer(waiting).await.json()["choices"][0]["finish_reason"], "length");
+    server.until("the end of the round", |stats| stats.round_since.is_none()).await;
+    assert_eq!(server.get("/health").await.status, 200);
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_second_request_to_end_cuts_what_runs() {
+    let mut server = start(Setup::default()).await;
+    let streamed = server.post_open("/v1/completions", &endless(true)).await;
+    server.until("a running reply", |stats| stats.decoding == 1).await;
+    let reading = tokio::spawn(read_answer(streamed));
+    server.begin_shutdown();
+    server.stop_now();
+    let events = reading.await.expect("a task").events();
+    assert!(events.last().is_some_and(|event| event.contains("\"draining\"")), "{:?}", events.last());
     server.stop().await;
 }

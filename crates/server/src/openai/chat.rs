@@ -44,7 +44,7 @@ pub async fn answer(server: Arc<Server>, body: Json) -> Result<Response, ApiErro
         logprobs,
         score_prompt: false,
     };
-    let choices = generate::submit(&server.config, &server.engine, asked, vec![prompt])?;
+    let choices = generate::submit(&server, asked, vec![prompt])?;
     let session = Session {
         server,
         facts,

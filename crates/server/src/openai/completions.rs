@@ -43,7 +43,7 @@ pub async fn answer(server: Arc<Server>, body: Json) -> Result<Response, ApiErro
         logprobs,
         score_prompt: shape.echo && logprobs.is_some(),
     };
-    let choices = generate::submit(&server.config, &server.engine, asked, prompts)?;
+    let choices = generate::submit(&server, asked, prompts)?;
     let shape = CompletionShape { texts: choices.iter().map(|_| TextState::default()).collect(), ..shape };
     let session = Session {
         server,

@@ -5,3 +5,4 @@ pub mod chat;
 pub mod completions;
 pub mod models;
 pub mod sampling;
+pub mod tokens;

@@ -13,13 +13,13 @@ use tf_engine::model::{
 use tf_engine::testing::random::mix;
 use tf_engine::testing::{Drafter, HistoryModel, HistoryOptions};
 use tf_engine::{DraftPolicy, EngineHandle, EngineLimits, WallClock};
-use tf_server::{Identity, ReasoningField, SamplingDefaults, Seeds, ServerConfig};
+use tf_server::{Identity, MetricsNames, ReasoningField, SamplingDefaults, Seeds, ServerConfig, Shutdown};
 use tf_text::TokenId;
 use tf_text::chat::Marker;
 use tf_text::tokenizer::Tokenizer;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpSocket, TcpStream};
-use tokio::sync::oneshot;
+use tokio::sync::{oneshot, watch};
 
 pub const MODEL: &str = "history";
 
@@ -177,12 +177,22 @@ pub struct TestServer {
     pub address: std::net::SocketAddr,
     pub engine: EngineHandle,
     pub gate: Arc<Gate>,
-    shutdown: Option<oneshot::Sender<()>>,
+    shutdown: watch::Sender<Shutdown>,
+    load: Option<oneshot::Sender<()>>,
     serving: Option<tokio::task::JoinHandle<std::io::Result<()>>>,
     thread: Option<std::thread::JoinHandle<()>>,
 }
 
+/// A server that is ready.
 pub async fn start(setup: Setup) -> TestServer {
+    let (mut server, ready) = start_loading(setup).await;
+    server.finish_loading();
+    ready.await.expect("nothing keeps a test server from being ready");
+    server
+}
+
+/// A server whose model is loaded when the test says so; ready when the receiver hears it.
+pub async fn start_loading(setup: Setup) -> (TestServer, oneshot::Receiver<()>) {
     let gate = Arc::new(Gate::default());
     let mut limits = EngineLimits::for_model(&setup.model.limits);
     limits.draft = DraftPolicy { max: 5, adaptive: false, confidence_min: 0.0 };
@@ -221,18 +231,29 @@ pub async fn start(setup: Setup) -> TestServer {
         sse_ping: Duration::from_secs(5),
         shutdown_timeout: Duration::from_secs(30),
         watchdog: Duration::from_secs(60),
+        metrics: MetricsNames::Own,
+        metrics_open: false,
+        memory_plan: vec![("weights", 1000), ("slots", 24)],
     };
     (setup.config)(&mut config);
     let socket = small_socket();
     socket.bind("127.0.0.1:0".parse().expect("an address")).expect("loopback has a free port");
     let listener: TcpListener = socket.listen(64).expect("a bound socket can listen");
     let address = listener.local_addr().expect("the listener is bound");
-    let (shutdown, stopping) = oneshot::channel();
-    let stopping = async {
-        let _ = stopping.await;
+    let (shutdown, stopping) = watch::channel(Shutdown::No);
+    let (load, loading) = oneshot::channel();
+    let (on_ready, ready) = oneshot::channel();
+    let loaded = engine.clone();
+    let load_model = async move {
+        let _ = loading.await;
+        Ok::<_, std::io::Error>(loaded)
     };
-    let serving = tokio::spawn(tf_server::serve(listener, config, engine.clone(), stopping));
-    TestServer { address, engine, gate, shutdown: Some(shutdown), serving: Some(serving), thread: Some(thread) }
+    let on_ready = move || {
+        let _ = on_ready.send(());
+    };
+    let serving = tokio::spawn(tf_server::serve(listener, config, load_model, on_ready, stopping));
+    let (load, serving, thread) = (Some(load), Some(serving), Some(thread));
+    (TestServer { address, engine, gate, shutdown, load, serving, thread }, ready)
 }
 
 fn small_socket() -> TcpSocket {
@@ -324,10 +345,18 @@ impl TestServer {
         panic!("waited in vain for {what}: {:?}", self.engine.stats());
     }
 
-    pub fn begin_shutdown(&mut self) {
-        if let Some(shutdown) = self.shutdown.take() {
-            let _ = shutdown.send(());
+    pub fn finish_loading(&mut self) {
+        if let Some(load) = self.load.take() {
+            let _ = load.send(());
         }
+    }
+
+    pub fn begin_shutdown(&mut self) {
+        self.shutdown.send_replace(Shutdown::Drain);
+    }
+
+    pub fn stop_now(&mut self) {
+        self.shutdown.send_replace(Shutdown::Stop);
     }
 
     /// Shuts down and waits for server and engine.
@@ -335,6 +364,8 @@ impl TestServer {
         self.begin_shutdown();
         let serving = self.serving.take().expect("a server is stopped once");
         serving.await.expect("the server does not break down").expect("the listener does not fail");
+        // A server that was ended while it loaded never had the engine.
+        self.engine.stop();
         let thread = self.thread.take().expect("a server is stopped once");
         tokio::task::spawn_blocking(|| thread.join()).await.expect("joins").expect("the engine does not break down");
     }
