@@ -18,6 +18,7 @@ namespace msl {
 
 enum State : unsigned { READY, AT_SIMDGROUP, AT_THREADGROUP, DONE };
 constexpr size_t PAGE = 4096, ARENA = size_t(256) << 20, STACK = 64 * 1024;
+constexpr int STACK_END = 0xe7;
 constexpr unsigned THREADS_MAX = 1024, ARRAYS_MAX = 64, BUFFERS_MAX = 31;
 
 struct Region {
@@ -222,6 +223,11 @@ static void fiber() {
 
 // ---- memory
 
+[[noreturn]] static void give_up(const char *what) {
+    fprintf(stderr, "metal-emulator: the system refuses to %s memory\n", what);
+    abort();
+}
+
 static int map_region(size_t bytes, bool writable, bool is_threadgroup, const char *name) {
     const size_t pages = (bytes + PAGE - 1) / PAGE;
     if (arena_next + (pages + 1) * PAGE > arena + ARENA || regions.size() == 254) {
@@ -230,7 +236,7 @@ static int map_region(size_t bytes, bool writable, bool is_threadgroup, const ch
     }
     unsigned char *first = arena_next;
     arena_next += (pages + 1) * PAGE; // the page between regions stays inaccessible
-    if (pages && mprotect(first, pages * PAGE, PROT_READ | PROT_WRITE)) abort();
+    if (pages && mprotect(first, pages * PAGE, PROT_READ | PROT_WRITE)) give_up("open");
     Region region{first + pages * PAGE - (bytes + 15) / 16 * 16, bytes, writable, is_threadgroup, {}};
     snprintf(region.name, sizeof region.name, "%s", name);
     regions.push_back(region);
@@ -394,10 +400,8 @@ static void report_fault() { fail("accesses memory outside its buffers and array
 
 static void on_fault(int number, siginfo_t *info, void *context) {
     const unsigned char *at = static_cast<unsigned char *>(info->si_addr);
-    const bool of_stack = stacks && at >= reinterpret_cast<unsigned char *>(stacks) &&
-                          at < reinterpret_cast<unsigned char *>(stacks) + STACK * THREADS_MAX;
     // A misaligned vector access raises the same signal without an address.
-    const bool ours = request && tf_current && ((at >= arena && at < arena + ARENA) || of_stack || info->si_code == SI_KERNEL);
+    const bool ours = request && tf_current && ((at >= arena && at < arena + ARENA) || info->si_code == SI_KERNEL);
     if (!ours) {
         if (previous_fault.sa_flags & SA_SIGINFO) return previous_fault.sa_sigaction(number, info, context);
         signal(SIGSEGV, SIG_DFL);
@@ -405,7 +409,6 @@ static void on_fault(int number, siginfo_t *info, void *context) {
     }
     auto *registers = static_cast<ucontext_t *>(context)->uc_mcontext.gregs;
     // Continues in report_fault on the fiber's own stack, aligned as at a function's entry.
-    registers[REG_RSP] = of_stack ? greg_t(tf_current->flat + 1) * greg_t(STACK) + greg_t(stacks) - 4096 : registers[REG_RSP];
     registers[REG_RSP] = (registers[REG_RSP] - 256) / 16 * 16 - 8;
     registers[REG_RIP] = greg_t(&report_fault);
 }
@@ -420,8 +423,7 @@ extern "C" __attribute__((visibility("default"))) void tf_reset() {
             nullptr, ARENA * sizeof(Shadow), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
         stacks = static_cast<char *>(
             mmap(nullptr, STACK * THREADS_MAX, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-        if (arena == MAP_FAILED || static_cast<void *>(shadow) == MAP_FAILED || stacks == MAP_FAILED) abort();
-        for (unsigned i = 0; i < THREADS_MAX; i++) mprotect(stacks + STACK * i, PAGE, PROT_NONE);
+        if (arena == MAP_FAILED || static_cast<void *>(shadow) == MAP_FAILED || stacks == MAP_FAILED) give_up("reserve");
         arena_next = arena + PAGE;
         struct sigaction action = {};
         action.sa_sigaction = on_fault;
@@ -487,6 +489,7 @@ extern "C" __attribute__((visibility("default"))) int tf_dispatch(Request *r) {
             t.threadgroups = Vector3{r->grid[0], r->grid[1], r->grid[2]};
             t.grid = t.threads_per_threadgroup * t.threadgroups;
             t.position_in_grid = t.threadgroup_position * t.threads_per_threadgroup + t.position_in_threadgroup;
+            memset(stacks + STACK * i, STACK_END, 16);
             // Different offsets, so that equal variables of the fibers don't share a cache set.
             void **top = reinterpret_cast<void **>(stacks + STACK * (i + 1) - (i * 7 % 16) * 128);
             *--top = nullptr;
@@ -498,6 +501,12 @@ extern "C" __attribute__((visibility("default"))) int tf_dispatch(Request *r) {
         tf_current = first;
         tf_switch(&main_stack_pointer, first->stack_pointer);
         if (failed) break;
+        for (unsigned i = 0; i < thread_count; i++) {
+            // Not a guard page a stack: a process may load more libraries than it may have mappings.
+            for (unsigned k = 0; k < 16; k++) {
+                if (static_cast<unsigned char>(stacks[STACK * i + k]) != STACK_END) give_up("hold a thread's variables in its");
+            }
+        }
     }
     tf_current = nullptr;
     request = nullptr;

@@ -34,6 +34,7 @@ const FLAGS: &[&str] = &[
     "-Wconditional-uninitialized",
     "-Wno-unused-function",
     "-Wno-unused-const-variable",
+    "-Wno-unused-variable",
     "-Wno-unknown-attributes",
     "-Wno-duplicate-decl-specifier",
     "-Wno-unknown-pragmas",
@@ -86,7 +87,10 @@ impl Program {
             if !compiler_found() {
                 return Err(BuildError::NoCompiler);
             }
-            compile(name, &folder, &run.text, &lint.text, [&plain, &checked])?;
+            let mut hasher = DefaultHasher::new();
+            (RUNTIME_HEADER, RUNTIME, FLAGS).hash(&mut hasher);
+            let runtime = out.join(format!("metal-runtime-{:016x}.o", hasher.finish()));
+            compile(name, &folder, &runtime, &run.text, &lint.text, [&plain, &checked])?;
         }
         Ok(Program {
             entries: run.entries,
@@ -101,7 +105,14 @@ fn write(path: &Path, text: &str) -> Result<(), BuildError> {
     fs::write(path, text).map_err(|error| BuildError::File { path: path.into(), error })
 }
 
-fn compile(name: &str, folder: &Path, run: &str, lint: &str, libraries: [&Path; 2]) -> Result<(), BuildError> {
+fn compile(
+    name: &str,
+    folder: &Path,
+    runtime: &Path,
+    run: &str,
+    lint: &str,
+    libraries: [&Path; 2],
+) -> Result<(), BuildError> {
     // A name of this process's own, so that two test programs may build the same source at once.
     let stage = folder.with_extension(format!("building-{}-{:?}", std::process::id(), std::thread::current().id()));
     fs::create_dir_all(&stage).map_err(|error| BuildError::File { path: stage.clone(), error })?;
@@ -127,7 +138,17 @@ fn compile(name: &str, folder: &Path, run: &str, lint: &str, libraries: [&Path; 
         })
     };
     let result = clang("the address-space check", &["-DMSL_LINT", "-fsyntax-only", "lint.cpp"])
-        .and_then(|()| clang("the compiler", &["-c", "runtime.cpp", "-o", "runtime.o"]))
+        .and_then(|()| {
+            // The same for every source.
+            if !runtime.exists() {
+                clang("the compiler", &["-c", "runtime.cpp", "-o", "new.o"])?;
+                fs::rename(stage.join("new.o"), runtime)
+                    .map_err(|error| BuildError::File { path: runtime.into(), error })?;
+            }
+            fs::copy(runtime, stage.join("runtime.o"))
+                .map_err(|error| BuildError::File { path: runtime.into(), error })?;
+            Ok(())
+        })
         .and_then(|()| clang("the compiler", &["-shared", "-Wl,-Bsymbolic", "run.cpp", "runtime.o", "-o", "plain.so"]))
         .and_then(|()| {
             let sanitised = ["-fsanitize=thread", "-mllvm", "-tsan-instrument-func-entry-exit=0"];

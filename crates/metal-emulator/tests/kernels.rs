@@ -1,30 +1,12 @@
 //! The Metal kernels: equal bits with the CPU's launch, whose order they share, within a bound of the float64 definition,
 //! equal over threadgroup sizes and fiber orders, a row alone as in company; and planted edits that must be caught.
+//! Here: norms, hyper-connections, router and n-gram memory.
 
 mod common;
 
 use common::*;
-use tf_device::{Buffer, Device, Element, Queue};
 use tf_kernels::numerics_policy::Numerics;
-use tf_kernels::{hyper, rms_norm};
-use tf_numerics::lanes::Level;
-
-fn device<T: Element>(values: &[T]) -> Buffer {
-    Buffer::from_slice(&Device::cpu(), values).unwrap()
-}
-
-fn queue() -> Queue {
-    Queue::cpu(1, Level::best())
-}
-
-fn outputs(args: &[Arg], which: &[usize]) -> Vec<Vec<u8>> {
-    which.iter().map(|&i| bytes_of(&args[i]).to_vec()).collect()
-}
-
-/// Half the distance of neighbouring bf16 values, relative.
-const BF16: f64 = 1.0 / 256.0;
-/// The same of float32.
-const F32: f64 = 1.0 / (1u32 << 24) as f64;
+use tf_kernels::{engram, hyper, moe_route, rms_norm};
 
 #[test]
 fn rms_norm() {
@@ -200,4 +182,179 @@ fn hyper_connections() {
             assert_close(name, &got.f32()[r * width..(r + 1) * width], wanted, |_| bound);
         }
     }
+}
+
+#[test]
+fn router() {
+    if !ready("router") {
+        return;
+    }
+    let source = include_str!("../../kernels/src/moe_route/kernel.metal");
+    let (rows, experts, top_k, factor) = (5, 72, 6, 1.5f32);
+    let mut values = Values::new(3);
+    let mut logits = values.f32(rows * experts, 4.0);
+    let (mut bias, bias_image) = (values.f32(experts, 0.5), values.f32(experts, 0.5));
+    // Ties across lanes and slots, decided by the smaller id; a NaN and infinities in another row.
+    for id in [3, 35, 40, 70, 5, 37, 69, 41] {
+        logits[experts + id] = 9.0;
+        bias[id] = 0.25;
+    }
+    for id in 0..experts {
+        logits[2 * experts + id] = if id % 3 == 0 { f32::NAN } else { -200.0 };
+    }
+    logits[3 * experts + 9] = f32::INFINITY;
+    let image = [false, false, false, false, true];
+    let (mut chosen, mut weights) = (device(&vec![0u32; rows * top_k]), device(&vec![0f32; rows * top_k]));
+    let args = moe_route::Args {
+        logits: &device(&logits),
+        bias: &device(&bias),
+        bias_image: Some(&device(&bias_image)),
+        image: &image,
+        rows,
+        experts,
+        top_k,
+        factor,
+        chosen: &mut chosen,
+        weights: &mut weights,
+    };
+    moe_route::launch(&mut queue(), args).unwrap();
+    let metal = |program: &_, simdgroups, from: usize, to: usize| {
+        let image: Vec<u8> = image[from..to].iter().map(|&is| u8::from(is)).collect();
+        let mut args = [
+            input(&logits[from * experts..to * experts]),
+            input(&bias),
+            input(&bias_image),
+            input(&image),
+            output((to - from) * top_k),
+            output((to - from) * top_k),
+            shape(&[(to - from) as u32, experts as u32, top_k as u32, factor.to_bits()]),
+        ];
+        run(program, "moe_route", to - from, simdgroups, &mut args).map(|()| outputs(&args, &[4, 5]))
+    };
+    let wanted = [bytes(chosen.u32()).to_vec(), bytes(weights.f32()).to_vec()];
+    let edits = [
+        ("tie to the larger id", "id = simd_min(id);", "id = simd_max(id == 0xffffffffu ? 0u : id);"),
+        (
+            "tie within a lane",
+            "for (uint s = slots; s > 0u; s--) {\n            if (keys[s - 1u] == best) id = 32u * (s - 1u) + lane;",
+            "for (uint s = 1u; s <= slots; s++) {\n            if (keys[s - 1u] == best) id = 32u * (s - 1u) + lane;",
+        ),
+        ("bias in the weight", "weights[place] = scores[s] /", "weights[place] = (scores[s] + bias[32u * s + lane]) /"),
+        (
+            "image rows without their bias",
+            "image[row] != 0 ? bias_image[id] : bias[id]",
+            "image[row] == 2 ? bias_image[id] : bias[id]",
+        ),
+        ("expert tail", "if (id < shape.experts) {", "if (id + 8u < shape.experts) {"),
+        ("unsorted output", "popcount(mask & ((1u << lane) - 1u))", "popcount(mask & ~((2u << lane) - 1u))"),
+        ("NaN above all", "max(order_key(value), 0x007fffffu)", "value != value ? 0xffffffffu : order_key(value)"),
+    ];
+    prove("moe_route", source, &wanted, &edits, |program, simdgroups| metal(program, simdgroups, 0, rows));
+    let alone = metal(&build("moe_route", source), 2, 4, 5).unwrap();
+    assert_eq!(words(&alone[0]), chosen.u32()[4 * top_k..], "a row alone");
+    for row in [0, 1] {
+        let one = wide(&logits[row * experts..(row + 1) * experts]);
+        // The definition multiplies by a gate: here the unit matrix's single column a logit.
+        let route = moe_route::reference::route(&[1.0], &one, &wide(&bias), top_k, factor.into());
+        assert_eq!(chosen.u32()[row * top_k..(row + 1) * top_k], route.experts);
+        // softplus 2 ulp, square root, five additions, a division and a product.
+        let got = &weights.f32()[row * top_k..(row + 1) * top_k];
+        assert_close("weights", got, &route.weights, |i| route.weights[i].abs() * 24.0 * F32);
+    }
+}
+
+#[test]
+fn engram_memory() {
+    if !ready("engram_memory") {
+        return;
+    }
+    let source = include_str!("../../kernels/src/engram/kernel.metal");
+    let (rows, hidden, eps) = (3, 96, 1e-20f32);
+    let mut values = Values::new(4);
+    let (table_rows, head_dim) = (9, 64);
+    let codes: Vec<u8> =
+        (0..table_rows * head_dim).map(|_| values.below(127) as u8 | values.below(2) as u8 * 128).collect();
+    let scales: Vec<u8> = (0..table_rows * head_dim / 32).map(|_| 92 + values.below(38) as u8).collect();
+    let ids = [8u32, 0, 3, 3, 5, 7, 1];
+    let streams = values.bf16(rows * 4 * hidden, 3.0);
+    let kv = values.bf16(rows * 5 * hidden, 2.0);
+    let (q_weight, k_weight) = (values.bf16(4 * hidden, 1.5), values.bf16(4 * hidden, 1.5));
+    let image = [false, true, false];
+
+    let mut gathered = device(&vec![0f32; ids.len() * head_dim]);
+    let args = engram::GatherArgs {
+        codes: &codes,
+        scales: &scales,
+        ids: &ids,
+        columns: ids.len(),
+        head_dim,
+        quantise: true,
+        out: &mut gathered,
+    };
+    engram::launch_gather(&mut queue(), args).unwrap();
+    let mut updated = device(&streams);
+    let args = engram::GateArgs {
+        streams: &mut updated,
+        kv: &device(&kv),
+        q_weight: &device(&q_weight),
+        k_weight: &device(&k_weight),
+        eps,
+        image: &image,
+        rows,
+        hidden,
+    };
+    engram::launch_gate(&mut queue(), args).unwrap();
+
+    let metal = |program: &_, simdgroups, from: usize, to: usize| -> Result<Vec<Vec<u8>>, String> {
+        let gather_shape = shape(&[ids.len() as u32, head_dim as u32, 1, 0]);
+        let out = output(ids.len() * head_dim);
+        let mut gather = [input(&codes), input(&scales), input(&ids), out, output(ids.len()), gather_shape];
+        run(program, "engram_gather", ids.len(), simdgroups, &mut gather)?;
+        let image: Vec<u8> = image[from..to].iter().map(|&is| u8::from(is)).collect();
+        let mut gate = [
+            in_place(&streams[from * 4 * hidden..to * 4 * hidden]),
+            input(&kv[from * 5 * hidden..to * 5 * hidden]),
+            input(&q_weight),
+            input(&k_weight),
+            input(&image),
+            shape(&[4 * (to - from) as u32, hidden as u32, 0, eps.to_bits()]),
+        ];
+        run(program, "engram_gate", 4 * (to - from), simdgroups, &mut gate)?;
+        Ok(vec![bytes_of(&gather[3]).to_vec(), bytes_of(&gather[4]).to_vec(), bytes_of(&gate[0]).to_vec()])
+    };
+    let wanted = [bytes(gathered.f32()).to_vec(), bytes(&[0u32; 7]).to_vec(), bytes(updated.f32()).to_vec()];
+    let edits = [
+        ("stale scale", "scales[row * (shape.columns / 32u) + block]", "scales[row * (shape.columns / 32u)]"),
+        ("row of the item", "const ulong row = ids[item];", "const ulong row = item;"),
+        ("missing QDQ8", "if (shape.quantise != 0u) value = fp8_round(value);", ""),
+        ("key of the next stream", "kv + (row * 5u + i) * hidden", "kv + (row * 5u + (i + 1u) % 4u) * hidden"),
+        ("value of a key", "kv + (row * 5u + 4u) * hidden", "kv + (row * 5u + 3u) * hidden"),
+        ("off-by-one tail", "c += 64u) {\n        even", "c += 64u) {\n        if (c + 1u < hidden) even"),
+        ("missing tail bound", "if (d < hidden) odd", "odd"),
+        ("image rows changed", "    if (image[row] != 0) return;\n", ""),
+        ("missing root of the width", " / sqrt(float(hidden));", ";"),
+        ("lost sign", "| (to_bits(d) & 0x80000000u)", "| 0u"),
+    ];
+    prove("engram", source, &wanted, &edits, |program, simdgroups| metal(program, simdgroups, 0, rows));
+    let program = build("engram", source);
+    let alone = metal(&program, 2, 2, 3).unwrap();
+    assert_eq!(floats(&alone[2]), updated.f32()[8 * hidden..], "a row alone");
+    for r in [0, 2] {
+        let at = |values: &[f32], width: usize| wide(&values[r * width..(r + 1) * width]);
+        let (x, projected) = (at(&streams, 4 * hidden), at(&kv, 5 * hidden));
+        let (q, k) = (wide(&q_weight), wide(&k_weight));
+        let exact = engram::reference::gate(&x, &projected, &q, &k, hidden, eps.into(), Numerics::Exact);
+        // |d| is at most about sqrt(hidden) * 1.5^2; its root enters a sigmoid whose slope is at most 1/4, times |V| <= 2.
+        assert_close("gate", &updated.f32()[r * 4 * hidden..][..4 * hidden], &exact, |i| {
+            exact[i].abs() * BF16 + 2.0 * F32 * (hidden as f64 / 16.0 + 40.0) * 24.0
+        });
+    }
+    // A damaged table row is named and touches no other.
+    let mut damaged = codes.clone();
+    damaged[3 * head_dim + 40] = 0x7f;
+    let gather_shape = shape(&[ids.len() as u32, head_dim as u32, 1, 0]);
+    let out = output(ids.len() * head_dim);
+    let mut args = [input(&damaged), input(&scales), input(&ids), out, output(ids.len()), gather_shape];
+    run(&program, "engram_gather", ids.len(), 3, &mut args).unwrap();
+    assert_eq!(words(bytes_of(&args[4])), [0, 0, 1, 1, 0, 0, 0]);
 }

@@ -2,7 +2,10 @@
 #![allow(dead_code)]
 
 use std::path::Path;
+use tf_device::{Buffer, Device, Element, Queue};
+use tf_kernels::rows::{EntryInfo, RowInfo, WindowInfo};
 use tf_metal_emulator::{Argument, BuildError, COMPILER, INSTALL, Launch, Program, RunError, compiler_found};
+use tf_numerics::lanes::Level;
 
 /// Whether kernels can be built. Without the compiler a test skips, with its reason; in CI it fails.
 pub fn ready(test: &str) -> bool {
@@ -16,7 +19,13 @@ pub fn ready(test: &str) -> bool {
 
 pub fn try_build(name: &str, source: &str) -> Result<Program, BuildError> {
     let prelude = include_str!("../../../kernels/src/shared/prelude.metal");
-    Program::build(name, source, &[("prelude.metal", prelude)], Path::new(env!("CARGO_TARGET_TMPDIR")))
+    let linear = include_str!("../../../kernels/src/shared/linear.metal");
+    Program::build(
+        name,
+        source,
+        &[("prelude.metal", prelude), ("linear.metal", linear)],
+        Path::new(env!("CARGO_TARGET_TMPDIR")),
+    )
 }
 
 pub fn build(name: &str, source: &str) -> Program {
@@ -196,4 +205,48 @@ impl Values {
     pub fn bf16(&mut self, count: usize, scale: f32) -> Vec<f32> {
         self.f32(count, scale).into_iter().map(tf_numerics::bf16::round).collect()
     }
+}
+
+pub fn device<T: Element>(values: &[T]) -> Buffer {
+    Buffer::from_slice(&Device::cpu(), values).unwrap()
+}
+
+pub fn queue() -> Queue {
+    Queue::cpu(1, Level::best())
+}
+
+pub fn outputs(args: &[Arg], which: &[usize]) -> Vec<Vec<u8>> {
+    which.iter().map(|&i| bytes_of(&args[i]).to_vec()).collect()
+}
+
+/// Half the distance of neighbouring bf16 values, relative.
+pub const BF16: f64 = 1.0 / 256.0;
+/// The same of float32.
+pub const F32: f64 = 1.0 / (1u32 << 24) as f64;
+
+/// The words of row records, in the order of their fields.
+pub fn row_words(rows: &[RowInfo]) -> Vec<u32> {
+    rows.iter().flat_map(|row| [row.slot, row.position, row.window]).collect()
+}
+
+pub fn window_words(windows: &[WindowInfo]) -> Vec<u32> {
+    windows.iter().flat_map(|window| [window.slot, window.start, window.first_row, window.row_count]).collect()
+}
+
+pub fn entry_words(entries: &[EntryInfo]) -> Vec<u32> {
+    entries.iter().flat_map(|entry| [entry.slot, entry.entry, entry.row]).collect()
+}
+
+/// Rows of `(slot, start, count)` windows.
+pub fn windows(list: &[(u32, u32, u32)]) -> (Vec<RowInfo>, Vec<WindowInfo>) {
+    let (mut rows, mut windows) = (Vec::new(), Vec::new());
+    for (w, &(slot, start, row_count)) in list.iter().enumerate() {
+        windows.push(WindowInfo { slot, start, first_row: rows.len() as u32, row_count });
+        rows.extend((start..start + row_count).map(|position| RowInfo { slot, position, window: w as u32 }));
+    }
+    (rows, windows)
+}
+
+pub fn outputs_of(args: &[Arg], which: usize) -> Vec<u8> {
+    bytes_of(&args[which]).to_vec()
 }
