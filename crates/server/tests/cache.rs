@@ -31,7 +31,7 @@ async fn a_conversation_computes_its_new_part_only() {
     let mut known = 0;
     for turn in 0..4 {
         messages.push(json!({"role": "user", "content": format!("Question {turn}: how many are there now?")}));
-        let body = json!({"model": "history", "messages": messages, "max_tokens": 12, "thinking": false});
+        let body = json!({"model": "history", "messages": messages, "max_tokens": 12, "thinking": {"type": "disabled"}});
         let reply = server.post("/v1/chat/completions", &body).await.json();
         let again = cold.post("/v1/chat/completions", &body).await.json();
         assert_eq!(reply["tensorfold"]["token_sha"], again["tensorfold"]["token_sha"], "turn {turn}");
@@ -43,7 +43,7 @@ async fn a_conversation_computes_its_new_part_only() {
     }
     // Another question after the same system text.
     let other = json!([messages[0], {"role": "user", "content": "Something else"}]);
-    let body = json!({"model": "history", "messages": other, "max_tokens": 3});
+    let body = json!({"model": "history", "messages": other, "max_tokens": 3, "thinking": {"type": "disabled"}});
     let reply = server.post("/v1/chat/completions", &body).await.json();
     assert!(prompt(&reply) - cached(&reply) < 24, "{reply}");
     server.stop().await;
