@@ -236,7 +236,7 @@ async fn answer_loaded(
     let config = &server.config;
     let (context, vocab_size) = (server.engine.limits().context, server.engine.model_limits().vocab_size);
     Ok(match route {
-        Route::Memory => json_response(&memory::report(config, context)),
+        Route::Memory => json_response(&memory::report(config, &server.engine)),
         Route::TokenizerInfo => json_response(&tokens::info(&config.tokenizer)),
         Route::Tokenize | Route::Detokenize | Route::ApplyTemplate => {
             let body = read_body(config, request).await?;

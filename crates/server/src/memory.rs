@@ -1,6 +1,7 @@
 //! `GET /memory`: what was planned and what the process has. Reading it changes nothing; what can't be read is left out.
 
 use serde_json::{Map, Value, json};
+use tf_engine::EngineHandle;
 
 use crate::config::ServerConfig;
 
@@ -16,8 +17,14 @@ fn field(status: &str, name: &str) -> Option<u64> {
     kibibytes.checked_mul(1024)
 }
 
-pub fn report(config: &ServerConfig, context: u32) -> Value {
-    let mut report = json!({"schema_version": 1, "context_length": context});
+pub fn report(config: &ServerConfig, engine: &EngineHandle) -> Value {
+    let (limits, stats) = (engine.limits(), engine.stats());
+    let mut report = json!({
+        "schema_version": 1, "context_length": limits.context,
+        "prefix_cache": {
+            "budget_bytes": limits.prefix_cache_bytes, "used_bytes": stats.prefix_bytes, "entries": stats.prefixes
+        },
+    });
     if let Some((resident, peak)) = process() {
         report["process"] = json!({"resident_bytes": resident, "peak_bytes": peak, "source": "/proc/self/status"});
     }

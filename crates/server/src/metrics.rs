@@ -90,8 +90,6 @@ struct Counts {
     refusals: BTreeMap<&'static str, u64>,
     finished: BTreeMap<&'static str, u64>,
     histograms: [Histogram; HISTOGRAMS.len()],
-    cached_tokens: u64,
-    ended_prompt_tokens: u64,
     disconnections: u64,
     stream_errors: u64,
 }
@@ -138,8 +136,6 @@ impl Metrics {
         let name = if is_stop { "stop" } else { "length" };
         let mut counts = self.counts();
         *counts.finished.entry(name).or_default() += 1;
-        counts.cached_tokens += u64::from(stats.cached_tokens);
-        counts.ended_prompt_tokens += u64::from(stats.prompt_tokens);
         let (queue, prefill, decode) =
             (stats.queue.as_secs_f64(), stats.prefill.as_secs_f64(), stats.decode.as_secs_f64());
         counts.observe(Series::Queue, queue);
@@ -273,7 +269,7 @@ fn engine_figures(page: &mut Page, stats: &EngineStats, engine: &EngineHandle) {
         .map(|(position, (accepted, _))| (position.to_string(), *accepted as f64))
         .collect();
     let count = |value: u64| value as f64;
-    let table: [(&str, &str, &str, &str, f64); 10] = [
+    let table: [(&str, &str, &str, &str, f64); 17] = [
         ("requests_running", "num_requests_running", "gauge", "Requests that have a slot.", running),
         ("requests_waiting", "num_requests_waiting", "gauge", "Requests in the queue.", f64::from(stats.waiting)),
         ("prompt_tokens_total", "prompt_tokens_total", "counter", "Tokens of prompts.", count(stats.prompt_tokens)),
@@ -299,6 +295,31 @@ fn engine_figures(page: &mut Page, stats: &EngineStats, engine: &EngineHandle) {
             "Drafted tokens that were accepted.",
             count(stats.accepted),
         ),
+        (
+            "prompt_tokens_cached_total",
+            "prompt_tokens_cached_total",
+            "counter",
+            "Prompt tokens that weren't computed again.",
+            count(stats.cached_tokens),
+        ),
+        (
+            "prefix_cache_queries_total",
+            "prefix_cache_queries_total",
+            "counter",
+            "Prompt tokens that were looked up.",
+            count(stats.prompt_tokens),
+        ),
+        (
+            "prefix_cache_hits_total",
+            "prefix_cache_hits_total",
+            "counter",
+            "Prompt tokens that were found.",
+            count(stats.cached_tokens),
+        ),
+        ("prefix_cache_entries", "", "gauge", "Kept prefixes.", count(stats.prefixes)),
+        ("prefix_cache_bytes", "", "gauge", "What kept prefixes take.", count(stats.prefix_bytes)),
+        ("prefix_cache_evictions_total", "", "counter", "Prefixes that were let go.", count(stats.prefix_evictions)),
+        ("page_waits_total", "", "counter", "Rounds that a sequence waited for pages.", count(stats.page_waits)),
         ("rounds_total", "", "counter", "Rounds.", count(stats.rounds)),
         ("draft_failures_total", "", "counter", "Calls of the drafter that failed.", count(stats.draft_failures)),
         ("forward_failures_total", "", "counter", "Rounds that failed.", count(stats.forward_failures)),
@@ -339,19 +360,6 @@ fn reply_figures(page: &mut Page, counts: &Counts) {
     let refusals: Vec<(&[(&str, &str)], f64)> = refusals.iter().map(|(label, value)| (&label[..], *value)).collect();
     page.figure("queue_refusals_total", "", "counter", "Requests that the queue refused.", &refusals);
     let table = [
-        (
-            "prompt_tokens_cached_total",
-            "prompt_tokens_cached_total",
-            "Prompt tokens that weren't computed again.",
-            counts.cached_tokens,
-        ),
-        (
-            "prefix_cache_queries_total",
-            "prefix_cache_queries_total",
-            "Prompt tokens that were looked up.",
-            counts.ended_prompt_tokens,
-        ),
-        ("prefix_cache_hits_total", "prefix_cache_hits_total", "Prompt tokens that were found.", counts.cached_tokens),
         ("client_disconnections_total", "", "Clients that left before their reply was whole.", counts.disconnections),
         ("stream_errors_total", "", "Streams that were broken off.", counts.stream_errors),
     ];

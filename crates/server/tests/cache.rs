@@ -31,7 +31,8 @@ async fn a_conversation_computes_its_new_part_only() {
     let mut known = 0;
     for turn in 0..4 {
         messages.push(json!({"role": "user", "content": format!("Question {turn}: how many are there now?")}));
-        let body = json!({"model": "history", "messages": messages, "max_tokens": 12, "thinking": {"type": "disabled"}});
+        let body =
+            json!({"model": "history", "messages": messages, "max_tokens": 12, "thinking": {"type": "disabled"}});
         let reply = server.post("/v1/chat/completions", &body).await.json();
         let again = cold.post("/v1/chat/completions", &body).await.json();
         assert_eq!(reply["tensorfold"]["token_sha"], again["tensorfold"]["token_sha"], "turn {turn}");
@@ -46,6 +47,16 @@ async fn a_conversation_computes_its_new_part_only() {
     let body = json!({"model": "history", "messages": other, "max_tokens": 3, "thinking": {"type": "disabled"}});
     let reply = server.post("/v1/chat/completions", &body).await.json();
     assert!(prompt(&reply) - cached(&reply) < 24, "{reply}");
+    // Figures and memory know of it.
+    let memory = server.get("/memory").await.json()["prefix_cache"].clone();
+    assert_eq!(memory["budget_bytes"], 1 << 30);
+    assert!(memory["entries"].as_u64() > Some(0) && memory["used_bytes"].as_u64() > Some(0), "{memory}");
+    let page = server.get("/metrics").await.text();
+    let hits =
+        page.lines().find_map(|line| line.strip_prefix("tensorfold:prefix_cache_hits_total{model_name=\"history\"} "));
+    let hits: u64 = hits.expect("a figure").parse().expect("a count");
+    assert_eq!(hits, server.engine.stats().cached_tokens);
+    assert!(hits > 0);
     server.stop().await;
     cold.stop().await;
 }
