@@ -6,7 +6,9 @@ mod common;
 
 use common::*;
 use tf_kernels::numerics_policy::Numerics;
-use tf_kernels::{engram, hyper, moe_route, rms_norm};
+use tf_kernels::{embed, engram, hyper, moe_route, rms_norm};
+use tf_numerics::lanes::Level;
+use tf_numerics::qdq::Format;
 
 #[test]
 fn rms_norm() {
@@ -357,4 +359,78 @@ fn engram_memory() {
     let mut args = [input(&damaged), input(&scales), input(&ids), out, output(ids.len()), gather_shape];
     run(&program, "engram_gather", ids.len(), 3, &mut args).unwrap();
     assert_eq!(words(bytes_of(&args[4])), [0, 0, 1, 1, 0, 0, 0]);
+}
+
+#[test]
+fn embeddings_taps_and_quantised_rows() {
+    if !ready("embeddings_taps_and_quantised_rows") {
+        return;
+    }
+    let mut values = Values::new(12);
+    let (columns, streams, ids) = (40, 4, [3u32, 0, 9, 3]);
+    let table: Vec<u16> = values.bf16(10 * columns, 3.0).iter().map(|&v| tf_numerics::bf16::from_f32(v)).collect();
+    let out = ids.len() * streams * columns;
+    let (mut rows, mut mix) = (device(&vec![0f32; out]), device(&vec![0f32; ids.len() * streams]));
+    let args = embed::Args { ids: &ids, table: &device(&table), columns, streams, out: &mut rows, mix: Some(&mut mix) };
+    embed::launch(&mut queue(), args).unwrap();
+    let wanted = [bytes(rows.f32()).to_vec(), bytes(mix.f32()).to_vec()];
+    let edits = [
+        ("next token's row", "ids[row]) * shape.columns", "ids[row] + 1u) * shape.columns"),
+        ("mix of the last stream", "copy % shape.streams == 0u", "copy % shape.streams == 3u"),
+        ("missing bound", "    if (row >= shape.rows) return;\n", ""),
+    ];
+    prove("embed", include_str!("../../kernels/src/embed/kernel.metal"), &wanted, &edits, |program, simdgroups| {
+        let sizes = shape(&[ids.len() as u32, streams as u32, columns as u32]);
+        let mut args = [input(&ids), input(&table), output(out), output(ids.len() * streams), sizes];
+        run(program, "embed", out.div_ceil(32), simdgroups, &mut args).map(|()| outputs(&args, &[2, 3]))
+    });
+
+    let (rows, columns) = (3, 72);
+    let mut x = values.bf16(rows * columns, 3.0);
+    x.iter_mut().step_by(5).for_each(|v| *v *= 1e-3);
+    x[columns + 3] = f32::NAN;
+    let mut wanted = x.clone();
+    wanted.chunks_mut(columns).for_each(|row| tf_numerics::qdq::round_row(Level::Scalar, Format::Fp8, row));
+    let edits = [
+        ("off-by-one tail", "if (c < shape.columns) values", "if (c + 1u < shape.columns) values"),
+        (
+            "blocks across rows",
+            "values[row * shape.columns + c] : 0.0f",
+            "values[row * shape.columns + (c ^ 1u)] : 0.0f",
+        ),
+    ];
+    let source = include_str!("../../kernels/src/quantise/kernel.metal");
+    prove("quantise", source, &[bytes(&wanted).to_vec()], &edits, |program, simdgroups| {
+        let mut args = [in_place(&x), shape(&[rows as u32, columns as u32])];
+        run(program, "quantise", rows * columns.div_ceil(32), simdgroups, &mut args).map(|()| outputs(&args, &[0]))
+    });
+
+    let hidden = 96;
+    let streams = values.bf16(rows * 4 * hidden, 3.0);
+    let mut out = device(&vec![0f32; rows * 2 * hidden]);
+    for offset in [0, hidden] {
+        let args = hyper::TapArgs {
+            streams: &device(&streams),
+            rows,
+            hidden,
+            out: &mut out,
+            out_columns: 2 * hidden,
+            out_offset: offset,
+            quantise: offset > 0,
+        };
+        hyper::launch_tap(&mut queue(), args).unwrap();
+    }
+    let edits = [("three streams", "+ x[3u * hidden]) * 0.25f", ") * 0.25f")];
+    let source = include_str!("../../kernels/src/hyper/kernel.metal");
+    prove("hyper_tap", source, &[bytes(out.f32()).to_vec()], &edits, |program, simdgroups| {
+        let mut out = output(rows * 2 * hidden);
+        for (offset, quantise) in [(0, 0), (hidden, 2)] {
+            let sizes = [rows as u32, hidden as u32, 0, quantise, 0, 0, 2 * hidden as u32, offset as u32];
+            let mut args = [input(&streams), out, shape(&sizes)];
+            run(program, "hyper_tap", rows, simdgroups, &mut args)?;
+            let [_, written, _] = args;
+            out = written;
+        }
+        Ok(vec![bytes_of(&out).to_vec()])
+    });
 }

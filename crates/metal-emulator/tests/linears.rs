@@ -4,7 +4,7 @@ mod common;
 
 use common::*;
 use tf_kernels::numerics_policy::Numerics;
-use tf_kernels::{linear_fp8, moe_experts, moe_route};
+use tf_kernels::{linear_bf16, linear_fp8, moe_experts, moe_route};
 use tf_numerics::lanes::Level;
 
 /// A weight of E4M3 codes with one scale a 32 x 32 block.
@@ -264,4 +264,61 @@ fn experts() {
     }
     println!("moe_experts: {clamped} values were clamped");
     assert!(clamped > 0, "no value met the clamp");
+}
+
+#[test]
+fn unquantised_linears() {
+    if !ready("unquantised_linears") {
+        return;
+    }
+    let source = include_str!("../../kernels/src/linear_bf16/kernel.metal");
+    let (rows, outputs, columns) = (3, 11, 200);
+    let mut values = Values::new(11);
+    let x = values.f32(rows * columns, 2.0);
+    let (rounded, full) = (values.bf16(outputs * columns, 1.0), values.f32(outputs * columns, 1.0));
+    let codes: Vec<u16> = rounded.iter().map(|&w| tf_numerics::bf16::from_f32(w)).collect();
+    let wanted = |w: &[f32]| -> Vec<f32> {
+        let dot = |i: usize| {
+            let (row, n) = (i / outputs, i % outputs);
+            tf_numerics::sum::dot_plain(&w[n * columns..][..columns], &x[row * columns..][..columns])
+        };
+        (0..rows * outputs).map(dot).collect()
+    };
+    let metal = |program: &_, simdgroups, from: usize, to: usize| -> Result<Vec<Vec<u8>>, String> {
+        let rows = to - from;
+        let mut all = Vec::new();
+        for (kernel, weights, round) in [("linear_bf16", input(&codes), 1), ("linear_f32", input(&full), 0)] {
+            let sizes = shape(&[rows as u32, outputs as u32, columns as u32, round]);
+            let part = input(&x[from * columns..to * columns]);
+            let mut args = [part, weights, output(rows * outputs), sizes];
+            run(program, kernel, outputs, simdgroups, &mut args)?;
+            all.push(outputs_of(&args, 2));
+        }
+        Ok(all)
+    };
+    let bf16: Vec<f32> = wanted(&rounded).into_iter().map(tf_numerics::bf16::round).collect();
+    let (plain, edits) = (
+        wanted(&full),
+        [
+            (
+                "off-by-one tail",
+                "c0 < columns ? value_of(w[c0]) : 0.0f,",
+                "c0 + 1u < columns ? value_of(w[c0]) : 0.0f,",
+            ),
+            ("reassociated sum", "if ((g & 2u) == 0u) even", "if ((g & 4u) == 0u) even"),
+            ("product not fused", "odd = fma(w1, x1, fma(w0, x0, odd));", "odd = fma(w1, x1, w0 * x0 + odd);"),
+        ],
+    );
+    let outputs_wanted = [bytes(&bf16).to_vec(), bytes(&plain).to_vec()];
+    prove("linear_bf16", source, &outputs_wanted, &edits, |program, simdgroups| metal(program, simdgroups, 0, rows));
+    let alone = metal(&build("linear_bf16", source), 2, 1, 2).unwrap();
+    assert_eq!(floats(&alone[1]), plain[outputs..2 * outputs], "a row alone");
+    let exact = linear_bf16::reference::linear_f32(&wide(&x), &wide(&full), columns);
+    for (i, (got, wanted)) in plain.iter().zip(&exact).enumerate() {
+        let (row, n) = (i / outputs, i % outputs);
+        let (x, w) = (&x[row * columns..][..columns], &full[n * columns..][..columns]);
+        let magnitude: f64 = x.iter().zip(w).map(|(x, w)| f64::from(x * w).abs()).sum();
+        // Two roundings a group of an accumulator, six of the folds.
+        assert!((f64::from(*got) - wanted).abs() <= F32 * (columns as f64 / 64.0 + 9.0) * magnitude, "output {i}");
+    }
 }

@@ -5,7 +5,7 @@ mod common;
 use common::*;
 use tf_kernels::numerics_policy::Numerics;
 use tf_kernels::rows::{EntryInfo, Pages, RowInfo};
-use tf_kernels::{index_key, index_score, rms_norm, top_k};
+use tf_kernels::{index_key, index_query, index_score, rms_norm, top_k};
 
 #[test]
 fn indexer() {
@@ -121,8 +121,8 @@ fn indexer() {
             ("dropped last head", "first < shape.heads; first += TILE", "first + TILE < shape.heads; first += TILE"),
             (
                 "heads in another order",
-                "for (uint h = 0u; h < here; h++) {\n            total = fma(weights[row * shape.heads + first + h], max_second(dots[h]",
-                "for (uint g = 0u; g < here; g++) {\n            const uint h = here - 1u - g;\n            total = fma(weights[row * shape.heads + first + h], max_second(dots[h]",
+                "for (uint h = 0u; h < here; h++) {\n            total",
+                "for (uint g = 0u; g < here; g++) {\n            const uint h = here - 1u - g;\n            total",
             ),
             ("candidates ignored", "shape.restricted != 0u &&", "shape.restricted == 2u &&"),
         ];
@@ -275,4 +275,40 @@ fn selection() {
             }
         }
     }
+}
+
+#[test]
+fn index_queries() {
+    if !ready("index_queries") {
+        return;
+    }
+    let source = include_str!("../../kernels/src/index_query/kernel.metal");
+    let (heads, head_dim, rope_dim) = (3, 96, 16);
+    let mut values = Values::new(13);
+    let (rows, _) = windows(&[(0, 7, 2), (1, 90_000, 1)]);
+    let frequencies = tf_kernels::rope::reference::frequencies(1e4, rope_dim, None);
+    let (queries, weights) = (values.bf16(rows.len() * heads * head_dim, 2.0), values.bf16(rows.len() * heads, 1.0));
+    let mut of = (device(&queries), device(&weights));
+    let args = index_query::Args {
+        queries: &mut of.0,
+        weights: &mut of.1,
+        rows: &rows,
+        frequencies: &frequencies,
+        heads,
+        head_dim,
+    };
+    index_query::launch(&mut queue(), args).unwrap();
+    let factor = (1.0 / ((heads * head_dim) as f64).sqrt()) as f32;
+    let edits = [
+        ("position of the row index", "head_dim, rows[row].position, frequencies", "head_dim, row, frequencies"),
+        ("scale a step too small", "(bits >> 23) + ((bits & 0x7fffffu) != 0u ? 1u : 0u)", "(bits >> 23)"),
+        ("unrounded weights", "bf16_round(weights[item] * shape.factor)", "weights[item] * shape.factor"),
+    ];
+    let wanted = [bytes(of.0.f32()).to_vec(), bytes(of.1.f32()).to_vec()];
+    prove("index_query", source, &wanted, &edits, |program, simdgroups| {
+        let sizes = [rows.len() as u32, heads as u32, head_dim as u32, rope_dim as u32, factor.to_bits()];
+        let list = input(&row_words(&rows));
+        let mut args = [in_place(&queries), in_place(&weights), list, input(&frequencies), shape(&sizes)];
+        run(program, "index_query", rows.len() * heads, simdgroups, &mut args).map(|()| outputs(&args, &[0, 1]))
+    });
 }
