@@ -216,8 +216,11 @@ impl Job {
                 ("seed", job.seed.to_string()),
             ],
         };
-        if let Some(setting) = arguments.setting("draft") {
-            settings.push(("draft", show(&setting.value)));
+        for flag in ["draft", "prefix-cache"] {
+            // What another server does isn't known here.
+            if let Some(setting) = arguments.setting(flag).filter(|_| arguments.text("url").is_none()) {
+                settings.push((flag, show(&setting.value)));
+            }
         }
         settings.into_iter().map(|(name, value)| (name.to_owned(), value)).collect()
     }

@@ -400,6 +400,8 @@ const SERVE_RUN: &[Command] = &[Command::Serve, Command::Run];
 const SIZES: &[Command] = &[Command::Serve, Command::Info, Command::Bench];
 const WINDOW: &[Command] = &[Command::Serve, Command::Run, Command::Info, Command::Bench];
 const DRAFTS: &[Command] = &[Command::Serve, Command::Run, Command::Bench];
+/// Commands that keep prefixes.
+const KEEPS: &[Command] = &[Command::Serve, Command::Run, Command::Bench];
 const RUN: &[Command] = &[Command::Run];
 const INFO: &[Command] = &[Command::Info];
 const LOGITS: &[Command] = &[Command::Logits];
@@ -518,13 +520,13 @@ pub const OPTIONS: &[OptionSpec] = &[
     option("spec-type", Kind::Text, S::Drafting, DRAFTS, NONE,
         "kind of drafter").later("use --draft on or --draft off"),
 
-    option("prefix-cache", ON_OFF, S::PrefixCache, SERVE_RUN, DefaultValue::Is("on"),
+    option("prefix-cache", ON_OFF, S::PrefixCache, KEEPS, DefaultValue::Is("on"),
         "keep prefixes for later requests")
         .also(&[fixed("--enable-prefix-caching", "on"), fixed("--no-enable-prefix-caching", "off")]),
-    option("prefix-cache-bytes", Kind::Size, S::PrefixCache, SERVE_RUN,
+    option("prefix-cache-bytes", Kind::Size, S::PrefixCache, KEEPS,
         DefaultValue::Says("what is idle, up to 32 full windows"),
         "budget of kept prefixes").also(&[unit("--prompt-cache-gib", "GiB")]),
-    option("snapshot-every", count(1, 1 << 30), S::PrefixCache, SERVE_RUN, DefaultValue::Is("4096"),
+    option("snapshot-every", count(1, 1 << 30), S::PrefixCache, KEEPS, DefaultValue::Is("4096"),
         "tokens between snapshots inside a prompt"),
     option("cache-dir", Kind::Folder, S::PrefixCache, SERVE, OFF,
         "disk tier that survives a restart")

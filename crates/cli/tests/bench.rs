@@ -71,6 +71,11 @@ fn what_is_required_and_not_seen_fails_the_run() {
     let cold = run(&[&common[..], &["--require-cold", "--expected-prompt-tokens", "8"]].concat());
     assert!(cold.status.success(), "{}{}", text(&cold.stdout), text(&cold.stderr));
     assert!(text(&cold.stdout).ends_with("PASS\n"), "{}", text(&cold.stdout));
+    let reused = run(&[&common[..], &["--require-reuse"]].concat());
+    assert!(reused.status.success(), "{}{}", text(&reused.stdout), text(&reused.stderr));
+    let off = run(&[&common[..], &["--require-reuse", "--prefix-cache", "off"]].concat());
+    assert_eq!(off.status.code(), Some(1));
+    assert!(text(&off.stdout).contains("repeated 1: cold instead of reused"), "{}", text(&off.stdout));
     let wrong = run(&[&common[..], &["--expected-prompt-tokens", "9"]].concat());
     assert_eq!(wrong.status.code(), Some(1));
     assert!(text(&wrong.stdout).ends_with("FAIL\n"), "{}", text(&wrong.stdout));
