@@ -8,13 +8,12 @@ use production::tiny_a;
 use tf_engine::model::Model;
 use tf_engine::{Batch, CacheSource, EngineHandle, EngineLimits, Finished, Request, VirtualClock};
 use tf_model::deepseek_v41::Options;
-use tf_text::TokenId;
 
 const PAGE: u32 = tf_model::deepseek_v41::pages::PAGE_POSITIONS;
 
 /// A reply to the bit, and what it took.
 struct Answer {
-    tokens: Vec<TokenId>,
+    tokens: Vec<u32>,
     logprobs: Vec<u32>,
     finished: Finished,
 }
@@ -42,7 +41,7 @@ fn answers(engine: &EngineHandle, requests: Vec<Request>) -> Vec<Answer> {
     replies.iter_mut().map(answer).collect()
 }
 
-fn request(prompt: &[TokenId], snapshot_at: &[u32]) -> Request {
+fn request(prompt: &[u32], snapshot_at: &[u32]) -> Request {
     Request { logprobs: Some(0), snapshot_at: snapshot_at.to_vec(), ..Request::greedy(prompt, 6) }
 }
 
@@ -52,7 +51,7 @@ fn equal(what: &str, warm: &Answer, cold: &Answer) {
     assert!(warm.finished.reason.is_complete(), "{what}: {:?}", warm.finished.reason);
 }
 
-fn text(seed: u32, count: u32) -> Vec<TokenId> {
+fn text(seed: u32, count: u32) -> Vec<u32> {
     (0..count).map(|index| (index * 37 + seed * 101 + index * index % 89) % 384).collect()
 }
 
