@@ -244,7 +244,8 @@ mod tests {
     #[test]
     fn anything_wrong_and_anything_missing_fails_the_run() {
         assert!(report().holds());
-        let cases: &[(&str, fn(&mut Report))] = &[
+        type Change = fn(&mut Report);
+        let cases: &[(&str, Change)] = &[
             ("a failed gate", |report| report.kernels[0].gates[0].status = Status::Fail),
             ("a missed control", |report| report.kernels[0].controls[0].status = Status::Missed),
             ("no controls", |report| report.kernels[0].controls.clear()),

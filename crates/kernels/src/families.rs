@@ -34,4 +34,8 @@ pub const CONTRACTS: &[Contract] = &[
     crate::lm_head::contract::LM_HEAD,
     crate::sample::contract::SAMPLE,
     crate::draft_head::contract::DRAFT_HEAD,
+    crate::draft_head::context::CONTEXT,
 ];
+
+/// Records of chains of registered launches, which no launcher names.
+pub const CHAINS: &[&str] = &["draft_head/context"];

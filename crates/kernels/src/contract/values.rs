@@ -9,11 +9,11 @@ pub struct Values(u64);
 impl Values {
     pub fn new(seed: u64) -> Values {
         let mut values = Values((seed ^ 0x5851_f42d_4c95_7f2d).wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
-        values.next();
+        values.word();
         values
     }
 
-    pub fn next(&mut self) -> u32 {
+    pub fn word(&mut self) -> u32 {
         self.0 ^= self.0 << 13;
         self.0 ^= self.0 >> 7;
         self.0 ^= self.0 << 17;
@@ -21,12 +21,12 @@ impl Values {
     }
 
     pub fn below(&mut self, end: usize) -> usize {
-        self.next() as usize % end
+        self.word() as usize % end
     }
 
     /// In [-1, 1), never zero.
     pub fn unit(&mut self) -> f32 {
-        (self.next() | 1) as i32 as f32 / 2147483648.0
+        (self.word() | 1) as i32 as f32 / 2147483648.0
     }
 
     /// `count` float32 values of magnitude `scale`, over four binades.
@@ -64,7 +64,7 @@ impl Values {
     /// E4M3 codes that are numbers.
     pub fn e4m3(&mut self, count: usize) -> Vec<u8> {
         (0..count)
-            .map(|_| match self.next() as u8 {
+            .map(|_| match self.word() as u8 {
                 code if code & 0x7f == 0x7f => code & 0xf0 | 0x3c,
                 code => code,
             })
@@ -78,7 +78,7 @@ impl Values {
 
     /// Bytes of any value: two E2M1 codes each.
     pub fn bytes(&mut self, count: usize) -> Vec<u8> {
-        (0..count).map(|_| self.next() as u8).collect()
+        (0..count).map(|_| self.word() as u8).collect()
     }
 
     /// `count` different numbers below `end`, in any order.

@@ -201,8 +201,8 @@ impl World for Heads {
         for input in [base, hidden_rows, embed, head, proj] {
             stage.read(input);
         }
-        let free = [0..sequences * vocabulary];
-        stage.ranges_and_free::<f32>(logits, Vec::new(), &free);
+        let scratch = 0..sequences * vocabulary;
+        stage.ranges_and_free::<f32>(logits, Vec::new(), std::slice::from_ref(&scratch));
         for sequence in 0..sequences {
             let at = sequence * steps..(sequence + 1) * steps;
             stage.words(sequence, tokens[at.clone()].iter().copied());

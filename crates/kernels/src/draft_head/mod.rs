@@ -15,6 +15,7 @@
 //! confidence are [`crate::order::sum_products`]. `head` is packed by [`pack`] into blocks of 16 tokens, so that a vector
 //! holds 16 tokens and no sum crosses lanes.
 
+pub(crate) mod context;
 pub(crate) mod contract;
 mod cpu;
 mod launch;

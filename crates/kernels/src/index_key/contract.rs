@@ -142,7 +142,7 @@ impl World for Keys {
         let (codes, scales) = words.split_at(self.head_dim / 2);
         let value = |c: usize| {
             let byte = codes[c / 2] as u8;
-            e2m1_decode(if c % 2 == 0 { byte & 15 } else { byte >> 4 }) * e8m0_decode(scales[c / 32] as u8)
+            e2m1_decode(if c.is_multiple_of(2) { byte & 15 } else { byte >> 4 }) * e8m0_decode(scales[c / 32] as u8)
         };
         (0..self.head_dim).map(value).collect()
     }

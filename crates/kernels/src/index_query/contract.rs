@@ -46,7 +46,7 @@ fn make(case: &Case, seed: u64) -> Box<dyn World> {
         head_dim,
         queries: values.bf16(case.rows * heads * head_dim, 3.0),
         weights: values.bf16(case.rows * heads, 1.0),
-        positions: (0..case.rows).map(|_| values.next() % 100_000).collect(),
+        positions: (0..case.rows).map(|_| values.word() % 100_000).collect(),
         frequencies: frequencies(BASE, case.size("rope_dim"), None),
     })
 }

@@ -174,7 +174,8 @@ impl Index {
         let (width, groups) = (self.head_dim / 2, self.head_dim / 32);
         let value = |c: usize| {
             let byte = codes[entry * width + c / 2];
-            e2m1_decode(if c % 2 == 0 { byte & 15 } else { byte >> 4 }) * e8m0_decode(scales[entry * groups + c / 32])
+            e2m1_decode(if c.is_multiple_of(2) { byte & 15 } else { byte >> 4 })
+                * e8m0_decode(scales[entry * groups + c / 32])
         };
         (0..self.head_dim).map(value).collect()
     }

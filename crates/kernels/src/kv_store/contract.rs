@@ -67,7 +67,7 @@ fn make(case: &Case, seed: u64) -> Box<dyn World> {
     let mut values = Values::new(seed);
     let head_dim = case.size("head_dim");
     let x = (0..case.rows).flat_map(|row| values.bf16(head_dim, [3.0, 2e-3][row % 2])).collect();
-    let positions = (0..case.rows).map(|row| if row % 4 == 3 { 1_000_000 + row as u32 } else { values.next() % 5000 });
+    let positions = (0..case.rows).map(|row| if row % 4 == 3 { 1_000_000 + row as u32 } else { values.word() % 5000 });
     let positions = positions.collect();
     let frequencies = frequencies(BASE, case.size("rope_dim"), None);
     Box::new(Records { head_dim, x, norm: values.bf16(head_dim, 2.0), positions, frequencies })

@@ -69,7 +69,7 @@ fn settings_of(kind: usize, seed: u64) -> Settings<'static> {
 fn make(case: &Case, seed: u64) -> Box<dyn World> {
     let mut values = Values::new(seed);
     let vocabulary = case.size("vocabulary");
-    let mask = (0..vocabulary.div_ceil(32)).map(|_| values.next() | 1).collect();
+    let mask = (0..vocabulary.div_ceil(32)).map(|_| values.word() | 1).collect();
     let mut rows = Rows { vocabulary, logits: Vec::new(), seeds: Vec::new(), mask };
     for row in 0..case.rows {
         // Rows whose choice hangs on less than a kernel's error are drawn again.
@@ -88,7 +88,7 @@ fn make(case: &Case, seed: u64) -> Box<dyn World> {
                 own[40 + row % 100] = 12.0;
                 own[150 + row % 100] = 12.0;
             }
-            rows.seeds.push(u64::from(values.next()) << 32 | u64::from(values.next()));
+            rows.seeds.push(u64::from(values.word()) << 32 | u64::from(values.word()));
             if rows.is_clear(row) {
                 break;
             }
@@ -149,7 +149,7 @@ impl Rows {
 
     fn is_clear(&self, row: usize) -> bool {
         let token = self.token(row, 0.0);
-        row % KINDS == 0 || [1e-3, -1e-3].iter().all(|nudge| self.token(row, *nudge) == token)
+        row.is_multiple_of(KINDS) || [1e-3, -1e-3].iter().all(|nudge| self.token(row, *nudge) == token)
     }
 }
 
