@@ -83,8 +83,9 @@ fn a_conversation_that_grows_is_resumed_with_the_same_bits() {
 #[test]
 fn every_cut_gives_the_bits_of_a_fresh_prompt() {
     let (warm, cold) = (engine(1 << 30, 128), engine(0, 128));
-    let base = text(7, 220);
     for cut in (1..200).step_by(13).chain([126, 127, 128, 129, 130]) {
+        // A text of its own for each cut, so that no other state is near.
+        let base = text(3 * cut + 7, 220);
         // Another end after `cut` tokens, at first without a state there and then with one.
         let mut prompt = base[..cut as usize].to_vec();
         prompt.extend(text(cut, 30));
