@@ -77,6 +77,7 @@ pub enum CacheState {
 }
 
 impl CacheState {
+    /// What a reply shows of it; a failed one shows nothing.
     pub fn of(reply: &Reply) -> CacheState {
         match reply.cached_tokens {
             _ if reply.failure.is_some() => CacheState::Unverified,
@@ -86,6 +87,7 @@ impl CacheState {
         }
     }
 
+    /// The word in tables and records.
     pub fn as_str(self) -> &'static str {
         match self {
             CacheState::Cold => "cold",
@@ -111,6 +113,7 @@ pub struct ReplyRow {
 }
 
 impl ReplyRow {
+    /// A row that is compared with nothing yet.
     pub fn new(name: &str, reply: &Reply) -> ReplyRow {
         ReplyRow {
             name: name.to_owned(),
@@ -144,6 +147,7 @@ pub struct Check {
 const PROBLEMS_MAX: usize = 8;
 
 impl Check {
+    /// A check that has counted nothing, and so doesn't pass.
     pub fn new(name: &str) -> Check {
         Check { name: name.to_owned(), ..Check::default() }
     }

@@ -27,6 +27,7 @@ impl Request {
         self.with("draft", json!(false))
     }
 
+    /// The same request with another value of one field.
     pub fn with(&self, key: &str, value: Value) -> Request {
         let mut request = self.clone();
         request.body[key] = value;
@@ -39,10 +40,12 @@ impl Request {
 pub struct Numbers(u64);
 
 impl Numbers {
+    /// The sequence of a seed, from its start.
     pub fn new(seed: u64) -> Numbers {
         Numbers(seed)
     }
 
+    /// The next number.
     pub fn number(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut mixed = self.0;

@@ -17,6 +17,10 @@ use crate::serve::Local;
 
 const SEED: u64 = 1234;
 
+/// Measures with the given server or with one of its own.
+///
+/// # Errors
+/// Wrong usage, a model that can't be served, a server that can't be reached.
 pub fn run(subcommand: &str, arguments: &Arguments, located: &Located) -> Result<Record, Failure> {
     let job = Job::read(subcommand, arguments)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;

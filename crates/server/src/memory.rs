@@ -17,6 +17,7 @@ fn field(status: &str, name: &str) -> Option<u64> {
     kibibytes.checked_mul(1024)
 }
 
+/// The body of the reply.
 pub fn report(config: &ServerConfig, engine: &EngineHandle) -> Value {
     let (limits, stats) = (engine.limits(), engine.stats());
     let mut report = json!({

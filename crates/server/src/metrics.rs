@@ -123,6 +123,7 @@ impl Metrics {
         self.counts().stream_errors += 1;
     }
 
+    /// Time between two rounds that brought tokens to a reply.
     pub fn between_tokens(&self, time: Duration) {
         self.counts().observe(Series::BetweenTokens, time.as_secs_f64());
     }
@@ -258,18 +259,11 @@ pub fn page(config: &ServerConfig, engine: Option<&EngineHandle>, metrics: &Metr
     page.text
 }
 
-fn engine_figures(page: &mut Page, stats: &EngineStats, engine: &EngineHandle) {
+/// Name, vLLM's name, type, help and value of each counter of the engine.
+fn engine_table(stats: &EngineStats) -> [(&'static str, &'static str, &'static str, &'static str, f64); 17] {
     let running = f64::from(stats.prefilling + stats.decoding);
-    let per_position: Vec<(String, f64)> = stats
-        .accepted_per_position
-        .iter()
-        .zip(&stats.drafted_per_position)
-        .take_while(|(_, drafted)| **drafted > 0)
-        .enumerate()
-        .map(|(position, (accepted, _))| (position.to_string(), *accepted as f64))
-        .collect();
     let count = |value: u64| value as f64;
-    let table: [(&str, &str, &str, &str, f64); 17] = [
+    [
         ("requests_running", "num_requests_running", "gauge", "Requests that have a slot.", running),
         ("requests_waiting", "num_requests_waiting", "gauge", "Requests in the queue.", f64::from(stats.waiting)),
         ("prompt_tokens_total", "prompt_tokens_total", "counter", "Tokens of prompts.", count(stats.prompt_tokens)),
@@ -323,8 +317,19 @@ fn engine_figures(page: &mut Page, stats: &EngineStats, engine: &EngineHandle) {
         ("rounds_total", "", "counter", "Rounds.", count(stats.rounds)),
         ("draft_failures_total", "", "counter", "Calls of the drafter that failed.", count(stats.draft_failures)),
         ("forward_failures_total", "", "counter", "Rounds that failed.", count(stats.forward_failures)),
-    ];
-    for (name, twin, kind, help, value) in table {
+    ]
+}
+
+fn engine_figures(page: &mut Page, stats: &EngineStats, engine: &EngineHandle) {
+    let per_position: Vec<(String, f64)> = stats
+        .accepted_per_position
+        .iter()
+        .zip(&stats.drafted_per_position)
+        .take_while(|(_, drafted)| **drafted > 0)
+        .enumerate()
+        .map(|(position, (accepted, _))| (position.to_string(), *accepted as f64))
+        .collect();
+    for (name, twin, kind, help, value) in engine_table(stats) {
         page.figure(name, twin, kind, help, &[(&[], value)]);
     }
     let labels: Vec<[(&str, &str); 1]> = per_position.iter().map(|(position, _)| [("position", &**position)]).collect();
