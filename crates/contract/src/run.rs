@@ -144,7 +144,14 @@ fn prove(program: &str, contract: &Contract, seeds: &[u64], known: &[Known], que
     }
 }
 
-fn gate_over_cases(program: &str, contract: &Contract, gate: Gate, seeds: &[u64], known: &[Known], queues: &mut Queues) -> GateReport {
+fn gate_over_cases(
+    program: &str,
+    contract: &Contract,
+    gate: Gate,
+    seeds: &[u64],
+    known: &[Known],
+    queues: &mut Queues,
+) -> GateReport {
     let mut report = GateReport {
         gate: gate.name(),
         status: Status::Pass,

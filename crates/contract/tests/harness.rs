@@ -87,7 +87,8 @@ fn an_honest_kernel_passes_and_every_standard_control_is_red() {
     assert_eq!(report.summary.missed, 0, "{:?}", report.kernels[0].controls);
     assert!(!report.holds(), "one own control is too few");
     assert!(report_of(&HONEST, &[]).holds());
-    let both = Contract { controls: const { &[Control::value("triples"), Control::geometry("nothing planted")] }, ..HONEST };
+    let both =
+        Contract { controls: const { &[Control::value("triples"), Control::geometry("nothing planted")] }, ..HONEST };
     let report = report_of(&both, &[]);
     assert_eq!((report.summary.red, report.summary.missed), (STANDARD_CONTROLS.len() + 1, 1));
     assert!(!report.holds(), "a control that is not red");
@@ -95,10 +96,8 @@ fn an_honest_kernel_passes_and_every_standard_control_is_red() {
 
 #[test]
 fn records_that_prove_nothing_fail_the_run() {
-    let endless = Contract {
-        make: |case, seed| Box::new(Doubling { endless_bound: true, ..doubling(case, seed) }),
-        ..HONEST
-    };
+    let endless =
+        Contract { make: |case, seed| Box::new(Doubling { endless_bound: true, ..doubling(case, seed) }), ..HONEST };
     let report = report_of(&endless, &[]);
     assert!(report.kernels[0].gates[0].failure.contains("not finite"), "{}", report.kernels[0].gates[0].failure);
     assert!(!report.holds());
@@ -164,7 +163,8 @@ fn limits_are_tried_on_both_sides() {
 
 #[test]
 fn only_names_what_there_is() {
-    let names = |only: &str| run::choose(CONTRACTS, only).map(|chosen| chosen.iter().map(|c| c.name).collect::<Vec<_>>());
+    let names =
+        |only: &str| run::choose(CONTRACTS, only).map(|chosen| chosen.iter().map(|c| c.name).collect::<Vec<_>>());
     assert_eq!(names("dsv41").unwrap().len(), CONTRACTS.len());
     assert_eq!(names("kv_store").unwrap(), ["kv_store", "kv_store/ring"]);
     assert_eq!(names("kv_store/ring").unwrap(), ["kv_store/ring"]);
