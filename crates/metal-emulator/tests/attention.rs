@@ -26,7 +26,7 @@ fn attention() {
     let mut keys = |count: usize| -> Vec<u8> {
         let mut bytes = Vec::new();
         for _ in 0..count {
-            bytes.extend((0..head_dim).map(|_| values.below(127) as u8 | values.below(2) as u8 * 128));
+            bytes.extend((0..head_dim).map(|_| values.below(127) as u8 | (values.below(2) as u8 * 128)));
             bytes.extend((0..head_dim / 32).map(|_| 117 + values.below(3) as u8));
         }
         bytes
@@ -109,8 +109,8 @@ fn attention() {
         let edits = [
             (
                 "dropped barrier",
-                "        query[c] = turned(mixed, c, head_dim, position, frequencies, shape.rope_dim, 1.0f);\n    }\n    threadgroup_barrier(mem_flags::mem_threadgroup);\n",
-                "        query[c] = turned(mixed, c, head_dim, position, frequencies, shape.rope_dim, 1.0f);\n    }\n",
+                "1.0f);\n    }\n    threadgroup_barrier(mem_flags::mem_threadgroup);\n\n    for (uint j",
+                "1.0f);\n    }\n    for (uint j",
             ),
             ("wrong ring slot", "position % shape.ring_len", "(position + 1u) % shape.ring_len"),
             (

@@ -38,6 +38,7 @@ fn rms_norm() {
     };
     let edits = [
         ("dropped last columns", "first < columns; first += 32u", "first + 32u < columns; first += 32u"),
+        ("wrong SIMD width", "first < columns; first += 32u", "first < columns; first += 16u"),
         ("row off by one", "x + row * columns", "x + (row ^ 1u) * columns"),
         ("missing bf16 rounding", "bf16_round(weight[c] * (in[c] * factor))", "weight[c] * (in[c] * factor)"),
         ("another mean", "columns, lane), columns, shape.eps)", "columns, lane), columns - 1u, shape.eps)"),
@@ -275,7 +276,7 @@ fn engram_memory() {
     let mut values = Values::new(4);
     let (table_rows, head_dim) = (9, 64);
     let codes: Vec<u8> =
-        (0..table_rows * head_dim).map(|_| values.below(127) as u8 | values.below(2) as u8 * 128).collect();
+        (0..table_rows * head_dim).map(|_| values.below(127) as u8 | (values.below(2) as u8 * 128)).collect();
     let scales: Vec<u8> = (0..table_rows * head_dim / 32).map(|_| 92 + values.below(38) as u8).collect();
     let ids = [8u32, 0, 3, 3, 5, 7, 1];
     let streams = values.bf16(rows * 4 * hidden, 3.0);

@@ -16,7 +16,7 @@ struct Fp8 {
 
 impl Fp8 {
     fn new(values: &mut Values, outputs: usize, columns: usize) -> Fp8 {
-        let code = |values: &mut Values| values.below(127) as u8 | values.below(2) as u8 * 128;
+        let code = |values: &mut Values| values.below(127) as u8 | (values.below(2) as u8 * 128);
         let codes = (0..outputs * columns).map(|_| code(values)).collect();
         let scales = (0..outputs.div_ceil(32) * columns.div_ceil(32)).map(|_| 114 + values.below(8) as u8).collect();
         Fp8 { codes, scales, columns }

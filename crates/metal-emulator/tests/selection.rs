@@ -84,7 +84,7 @@ fn indexer() {
         // Entries that a row doesn't see stay as they were.
         let mut wanted = vec![f32::from_bits(0x7fc0_dead); rows.len() * stride];
         for (r, row) in rows.iter().enumerate() {
-            let seen = (row.position as usize + 1) / 2;
+            let seen = tf_kernels::rows::visible(row.position, ratio);
             for j in 0..stride {
                 let block = blocks.get(r * 4 + j / 5).filter(|_| j / 5 < 4);
                 let entry = match (restricted && block_counts[r] != top_k::ALL_BLOCKS, block) {
@@ -195,7 +195,7 @@ fn selection() {
     }
     scores[4 * stride + 50] = f32::INFINITY;
     for mode in 0..3u32 {
-        let blocks_before = vec![[0u32, 7, 15], [1, 2, 16], [0, 1, 2], [0, 5, 11], [3, 9, 15]].concat();
+        let blocks_before = [[0u32, 7, 15], [1, 2, 16], [0, 1, 2], [0, 5, 11], [3, 9, 15]].concat();
         let counts_before = [3u32, 3, top_k::ALL_BLOCKS, 3, top_k::ALL_BLOCKS];
         let (mut blocks, mut block_counts) = (device(&blocks_before), device(&counts_before));
         let (mut selected, mut counts) = (device(&vec![0x7fc0_dead_u32; rows.len() * k]), device(&[0u32; 5]));
