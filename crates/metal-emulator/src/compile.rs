@@ -40,6 +40,7 @@ const FLAGS: &[&str] = &[
     "-Wno-unknown-pragmas",
 ];
 
+/// Why a source is not a program.
 #[derive(Debug, thiserror::Error)]
 pub enum BuildError {
     #[error("{COMPILER} is missing; {INSTALL}")]

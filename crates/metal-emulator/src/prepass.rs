@@ -9,12 +9,14 @@
 
 use std::fmt::Write;
 
+/// Which of the two forms is made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Pass {
     Run,
     Lint,
 }
 
+/// Why a source is not translated.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum PrepassError {
     #[error("line {line}: {what}")]

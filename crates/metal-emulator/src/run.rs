@@ -32,6 +32,7 @@ pub enum Order {
     Random(u64),
 }
 
+/// One way to run a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Schedule {
     pub order: Order,
@@ -50,6 +51,7 @@ pub const SCHEDULES: [Schedule; 4] = [
 /// Threadgroup memory is filled with another NaN for each schedule, so that a value that depends on it differs.
 const POISONS: [u32; 4] = [0x7fc5_a5a5, 0xffd2_3c3c, 0x7fe9_9669, 0xfff4_c3c3];
 
+/// Why a launch has no result.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum RunError {
     #[error("{name} has no kernel {kernel}")]

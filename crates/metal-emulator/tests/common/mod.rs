@@ -21,6 +21,7 @@ pub fn ready(test: &str) -> bool {
     false
 }
 
+/// Builds a source with the shared texts that kernels include.
 pub fn try_build(name: &str, source: &str) -> Result<Program, BuildError> {
     let prelude = include_str!("../../../kernels/src/shared/prelude.metal");
     let linear = include_str!("../../../kernels/src/shared/linear.metal");
@@ -32,10 +33,12 @@ pub fn try_build(name: &str, source: &str) -> Result<Program, BuildError> {
     )
 }
 
+/// As [`try_build`], for a source that must build.
 pub fn build(name: &str, source: &str) -> Program {
     try_build(name, source).unwrap_or_else(|error| panic!("{error}"))
 }
 
+/// A launch of `grid` threadgroups of `threads` threads.
 pub fn launch<'a>(kernel: &'a str, arguments: Vec<Argument<'a>>, grid: u32, threads: u32) -> Launch<'a> {
     Launch { kernel, arguments, grid: [grid, 1, 1], threads: [threads, 1, 1], threadgroup: Vec::new() }
 }
@@ -51,6 +54,7 @@ pub fn bytes<T: Plain>(values: &[T]) -> &[u8] {
     T::bytes(values)
 }
 
+/// Numbers that may be seen as bytes.
 pub trait Plain: Copy {
     fn bytes(values: &[Self]) -> &[u8];
 }
@@ -67,14 +71,17 @@ macro_rules! plain {
 }
 plain!(u8, u16, u32, f32);
 
+/// A read-only buffer of numbers.
 pub fn read<T: Plain>(values: &[T]) -> Argument<'_> {
     Argument::Read(T::bytes(values))
 }
 
+/// The float32 values of bytes.
 pub fn floats(bytes: &[u8]) -> Vec<f32> {
     bytes.as_chunks::<4>().0.iter().map(|&word| f32::from_ne_bytes(word)).collect()
 }
 
+/// The words of bytes.
 pub fn words(bytes: &[u8]) -> Vec<u32> {
     bytes.as_chunks::<4>().0.iter().map(|&word| u32::from_ne_bytes(word)).collect()
 }
@@ -94,10 +101,12 @@ pub enum Arg {
     Out(Vec<u8>),
 }
 
+/// A buffer that is only read.
 pub fn input<T: Plain>(values: &[T]) -> Arg {
     Arg::In(T::bytes(values).to_vec())
 }
 
+/// A buffer that is read and written.
 pub fn in_place<T: Plain>(values: &[T]) -> Arg {
     Arg::Out(T::bytes(values).to_vec())
 }
@@ -125,6 +134,7 @@ pub fn run(program: &Program, kernel: &str, items: usize, simdgroups: u32, args:
     program.run(&mut launch).map(|_| ()).map_err(|error| error.to_string())
 }
 
+/// What a buffer holds.
 pub fn bytes_of(arg: &Arg) -> &[u8] {
     match arg {
         Arg::In(bytes) | Arg::Out(bytes) => bytes,
@@ -181,6 +191,7 @@ pub fn assert_close(what: &str, got: &[f32], wanted: &[f64], bound: impl Fn(usiz
     }
 }
 
+/// The values in float64.
 pub fn wide(values: &[f32]) -> Vec<f64> {
     values.iter().map(|&value| f64::from(value)).collect()
 }
@@ -189,13 +200,16 @@ pub fn wide(values: &[f32]) -> Vec<f64> {
 pub struct Values(u64);
 
 impl Values {
+    /// A generator of the numbers that `seed` names.
     pub fn new(seed: u64) -> Values {
         Values(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1)
     }
+    /// 31 bits.
     pub fn word(&mut self) -> u32 {
         self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 33) as u32
     }
+    /// In `0..bound`.
     pub fn below(&mut self, bound: u32) -> u32 {
         self.word() % bound
     }
@@ -203,19 +217,23 @@ impl Values {
     pub fn f32(&mut self, count: usize, scale: f32) -> Vec<f32> {
         (0..count).map(|_| ((self.word() >> 7) as f32 / 8_388_608.0 - 1.0 + 1e-4) * scale).collect()
     }
+    /// As `f32`, rounded to bf16.
     pub fn bf16(&mut self, count: usize, scale: f32) -> Vec<f32> {
         self.f32(count, scale).into_iter().map(tf_numerics::bf16::round).collect()
     }
 }
 
+/// A buffer of the CPU.
 pub fn device<T: Element>(values: &[T]) -> Buffer {
     Buffer::from_slice(&Device::cpu(), values).unwrap()
 }
 
+/// A queue of the CPU with one thread.
 pub fn queue() -> Queue {
     Queue::cpu(1, Level::best())
 }
 
+/// What the named buffers hold.
 pub fn outputs(args: &[Arg], which: &[usize]) -> Vec<Vec<u8>> {
     which.iter().map(|&i| bytes_of(&args[i]).to_vec()).collect()
 }
@@ -230,10 +248,12 @@ pub fn row_words(rows: &[RowInfo]) -> Vec<u32> {
     rows.iter().flat_map(|row| [row.slot, row.position, row.window]).collect()
 }
 
+/// The words of window records.
 pub fn window_words(windows: &[WindowInfo]) -> Vec<u32> {
     windows.iter().flat_map(|window| [window.slot, window.start, window.first_row, window.row_count]).collect()
 }
 
+/// The words of entry records.
 pub fn entry_words(entries: &[EntryInfo]) -> Vec<u32> {
     entries.iter().flat_map(|entry| [entry.slot, entry.entry, entry.row]).collect()
 }
@@ -248,6 +268,7 @@ pub fn windows(list: &[(u32, u32, u32)]) -> (Vec<RowInfo>, Vec<WindowInfo>) {
     (rows, windows)
 }
 
+/// What one buffer holds.
 pub fn outputs_of(args: &[Arg], which: usize) -> Vec<u8> {
     bytes_of(&args[which]).to_vec()
 }
