@@ -255,7 +255,8 @@ impl<S: Clone> PrefixCache<S> {
     fn victim(&self, is_protected: impl Fn(&Arc<[TokenId]>) -> bool) -> Option<Arc<[TokenId]>> {
         // Prefixes of a prefix come right before it in order, so the nearest kept one is on this stack.
         let mut above: Vec<&Arc<[TokenId]>> = Vec::new();
-        let mut least: Option<((bool, f64), &Arc<[TokenId]>)> = None;
+        let mut lowest = (true, f64::INFINITY);
+        let mut victim: Option<&Arc<[TokenId]>> = None;
         let mut kept = self.kept.iter().peekable();
         while let Some((key, of_key)) = kept.next() {
             while above.last().is_some_and(|top| !key.starts_with(top)) {
@@ -267,12 +268,12 @@ impl<S: Clone> PrefixCache<S> {
             let age = (self.searches - of_key.last_use) as f64;
             let value = rows as f64 * f64::from(of_key.uses) / (1.0 + age);
             let rank = (is_protected(key), value);
-            if least.as_ref().is_none_or(|(lowest, _)| rank < *lowest) {
-                least = Some((rank, key));
+            if victim.is_none() || rank < lowest {
+                (lowest, victim) = (rank, Some(key));
             }
             above.push(key);
         }
-        least.map(|(_, key)| key.clone())
+        victim.cloned()
     }
 
     fn remove(&mut self, prefix: &[TokenId]) -> Option<Kept<S>> {
