@@ -156,12 +156,12 @@ fn make_gate(case: &Case, seed: u64) -> Box<dyn World> {
         kv.extend(values.bf16(STREAMS * hidden, [1.0, 1e-3][row % 2]));
         kv.extend(values.bf16(hidden, 3.0));
     }
-    let mut streams = values.bf16(case.rows * STREAMS * hidden, 2.0);
-    // One row whose gates lie at the floor of the root: its streams are zero.
-    streams[STREAMS * hidden..2 * STREAMS * hidden].fill(0.0);
+    // One row whose gates lie at the floor of the root: its keys are zero.
+    let second = (STREAMS + 1) * hidden;
+    kv[second..second + STREAMS * hidden].fill(0.0);
     Box::new(Gate {
         hidden,
-        streams,
+        streams: values.bf16(case.rows * STREAMS * hidden, 2.0),
         kv,
         q_weight: values.floats(STREAMS * hidden, 2.0),
         k_weight: values.floats(STREAMS * hidden, 2.0),
