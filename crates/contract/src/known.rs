@@ -1,4 +1,4 @@
-//! Accepted, recorded defects of existing kernels. Each is counted in the summary; one that no longer shows fails the run, so
+//! Accepted, recorded defects of existing kernels. Each is counted in the summary; one whose defect is gone fails the run, so
 //! that the list cannot rot.
 
 use tf_kernels::contract::Gate;

@@ -104,7 +104,7 @@ fn complaints(contract: &Contract) -> Vec<String> {
     complaints
 }
 
-/// Known findings whose defect no longer shows although its kernel ran.
+/// Known findings whose defect did not show although its kernel ran.
 fn gone(kernels: &[KernelReport], known: &[Known]) -> Vec<String> {
     let shows = |known: &Known| {
         let gates = kernels.iter().filter(|kernel| kernel.name == known.kernel).flat_map(|kernel| &kernel.gates);

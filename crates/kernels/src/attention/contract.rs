@@ -5,7 +5,7 @@ use crate::contract::*;
 use crate::numerics_policy::Numerics;
 use crate::reference_formats::{bf16, e2m1_decode, e4m3_decode, e8m0_decode};
 use crate::rope::reference::{frequencies, rotate as turn};
-use crate::rows::Pages;
+use crate::rows::{Pages, WindowInfo};
 use crate::{kv_compress, kv_store};
 
 pub const CAUSAL: Contract = Contract {
@@ -220,30 +220,16 @@ impl Attention {
         };
         (0..head_dim).map(column).collect()
     }
-}
 
-impl World for Attention {
-    fn launch(&self, stage: &mut Stage<'_>, picks: &[Pick], fault: Fault) -> Result<(), String> {
-        let (shape, block) = (self.shape, self.block);
-        let bytes = kv_store::record_bytes(shape.head_dim);
-        let entry_bytes = kv_compress::record_bytes(shape.head_dim);
-        // A block is one window of `block` rows; causal rows share a window where they follow each other.
-        let seats = Seats::windows_of(picks, |row| (self.rows[row].0, self.rows[row].1), block == 1);
-        let mut windows = seats.windows.clone();
-        let mut rows = seats.rows.clone();
-        if block > 1 {
-            rows = seats
-                .rows
-                .iter()
-                .flat_map(|row| (0..block).map(|i| crate::rows::RowInfo { position: row.position + i as u32, ..*row }))
-                .collect();
-            windows.iter_mut().for_each(|window| window.row_count = block as u32);
-        }
-        // A late layer makes more keys than it has queries: some windows begin before their first query row.
+    /// The window records of a launch. A late layer makes more keys than it has queries, so some windows begin before their
+    /// first query row.
+    fn launch_records(&self, seats: &Seats, windows: &mut [WindowInfo]) -> Vec<u8> {
+        let bytes = kv_store::record_bytes(self.shape.head_dim);
         let mut records = Vec::new();
         for (index, window) in windows.iter_mut().enumerate() {
             let sequence = seats.sequences[index];
-            let lead = if block == 1 && sequence.is_some() { (picks.len() as u32 + index as u32) % 3 } else { 0 };
+            let lead =
+                if self.block == 1 && sequence.is_some() { (seats.rows.len() as u32 + index as u32) % 3 } else { 0 };
             window.start -= lead.min(window.start);
             window.row_count += seats.windows[index].start - window.start;
             window.first_row = (records.len() / bytes) as u32;
@@ -254,6 +240,12 @@ impl World for Attention {
                 }
             }
         }
+        records
+    }
+
+    /// Rings that hold what lies in front of their windows, and NaN elsewhere.
+    fn rings(&self, seats: &Seats, windows: &[WindowInfo], fault: Fault) -> Vec<u8> {
+        let (shape, bytes) = (self.shape, kv_store::record_bytes(self.shape.head_dim));
         let mut ring = vec![0x7f; seats.slots * shape.ring_len * bytes];
         for (window, sequence) in windows.iter().zip(&seats.sequences) {
             let Some(sequence) = sequence else { continue };
@@ -268,8 +260,27 @@ impl World for Attention {
             let first = ring[slot..][..shape.ring_len * bytes].to_vec();
             ring.chunks_mut(first.len()).for_each(|ring| ring.copy_from_slice(&first));
         }
-        let mut selected = vec![0u32; rows.len() * shape.selected_max];
-        let mut counts = vec![0u32; rows.len()];
+        ring
+    }
+
+    /// The selected entries of each row, and how many they are.
+    fn selections(&self, picks: &[Pick], rows: usize, fault: Fault) -> (Vec<u32>, Vec<u32>) {
+        let shape = self.shape;
+        let mut selected = vec![0u32; rows * shape.selected_max];
+        let mut counts = vec![0u32; rows];
+        for (place, pick) in picks.iter().enumerate().filter(|_| shape.selected_max > 0) {
+            let chosen: &[u32] = pick.row().map_or(&[0], |row| &self.rows[row].2);
+            let count = chosen.len() - usize::from(fault.is("drops the last selected entry")).min(chosen.len());
+            selected[place * shape.selected_max..][..count].copy_from_slice(&chosen[..count]);
+            counts[place] = count as u32;
+        }
+        (selected, counts)
+    }
+
+    /// The compressed cache, the page table of a launch's slots, and the pages of a slot.
+    fn pages(&self, seats: &Seats) -> (Vec<u8>, Vec<u32>, usize) {
+        let bytes = kv_store::record_bytes(self.shape.head_dim);
+        let entry_bytes = kv_compress::record_bytes(self.shape.head_dim);
         let per_slot = (self.length / RATIO).div_ceil(ENTRIES_PER_PAGE);
         let sequences = self.records.len() / bytes / self.length;
         // The page behind the sequences' own belongs to poison rows.
@@ -285,12 +296,29 @@ impl World for Attention {
             let slot = &mut table[window.slot as usize * per_slot..][..per_slot];
             slot.iter_mut().enumerate().for_each(|(page, place)| *place = (sequence * per_slot + page) as u32);
         }
-        for (place, pick) in picks.iter().enumerate().filter(|_| shape.selected_max > 0) {
-            let chosen: &[u32] = pick.row().map_or(&[0], |row| &self.rows[row].2);
-            let count = chosen.len() - usize::from(fault.is("drops the last selected entry")).min(chosen.len());
-            selected[place * shape.selected_max..][..count].copy_from_slice(&chosen[..count]);
-            counts[place] = count as u32;
+        (cache, table, per_slot)
+    }
+}
+
+impl World for Attention {
+    fn launch(&self, stage: &mut Stage<'_>, picks: &[Pick], fault: Fault) -> Result<(), String> {
+        let (shape, block) = (self.shape, self.block);
+        // A block is one window of `block` rows; causal rows share a window where they follow each other.
+        let seats = Seats::windows_of(picks, |row| (self.rows[row].0, self.rows[row].1), block == 1);
+        let mut windows = seats.windows.clone();
+        let mut rows = seats.rows.clone();
+        if block > 1 {
+            rows = seats
+                .rows
+                .iter()
+                .flat_map(|row| (0..block).map(|i| crate::rows::RowInfo { position: row.position + i as u32, ..*row }))
+                .collect();
+            windows.iter_mut().for_each(|window| window.row_count = block as u32);
         }
+        let records = self.launch_records(&seats, &mut windows);
+        let ring = self.rings(&seats, &windows, fault);
+        let (selected, counts) = self.selections(picks, rows.len(), fault);
+        let (cache, table, per_slot) = self.pages(&seats);
         let mut turning = self.frequencies.clone();
         if fault.is("turns by another base") {
             turning = frequencies(1.6e5, 2 * turning.len(), None);
