@@ -21,6 +21,10 @@ const WHEELS: &[&str] = &[
     "nvidia-cuda-crt==13.0.88",
 ];
 
+/// The architecture whose kernels are measured: none may spill. Elsewhere a few bytes between the loops are let pass.
+const MEASURED: &str = "90a";
+const SPILL_BYTES_MAX: u64 = 32;
+
 /// Compiler target, most shared bytes of a block (opted in), registers of a multiprocessor.
 pub const ARCHITECTURES: &[(&str, u64, u64)] = &[
     ("80", 163 << 10, 65_536),
@@ -38,6 +42,8 @@ type Program = *mut c_void;
 /// The NVRTC calls that are needed, bound by name so that a build needs no CUDA.
 struct Nvrtc {
     library: libloading::Library,
+    /// NVRTC asks for it by name on its first compilation, and finds it where it is loaded already.
+    _builtins: libloading::os::unix::Library,
 }
 
 macro_rules! call {
@@ -60,10 +66,15 @@ struct Compiled {
 
 impl Nvrtc {
     fn load(folder: &Path) -> Result<Self> {
+        let (now, global) = (libloading::os::unix::RTLD_NOW, libloading::os::unix::RTLD_GLOBAL);
+        let path = folder.join("nvidia/cu13/lib/libnvrtc-builtins.so.13.0");
+        // SAFETY: as below.
+        let builtins = unsafe { libloading::os::unix::Library::open(Some(&path), now | global) };
+        let builtins = builtins.with_context(|| format!("{}", path.display()))?;
         let path = folder.join("nvidia/cu13/lib/libnvrtc.so.13");
         // SAFETY: loading NVIDIA's library runs its initialisers, which do not touch this process otherwise.
         let library = unsafe { libloading::Library::new(&path) }.with_context(|| format!("{}", path.display()))?;
-        Ok(Nvrtc { library })
+        Ok(Nvrtc { library, _builtins: builtins })
     }
 
     fn compile(&self, source: &Path, architecture: &str, include: &Path) -> Result<Compiled> {
@@ -228,7 +239,8 @@ pub fn run() -> Result<()> {
                         figures.registers, figures.shared_bytes, figures.stack_bytes
                     );
                 }
-                if figures.stack_bytes > 0 || figures.spill_bytes > 0 {
+                let let_pass = if *architecture == MEASURED { 0 } else { SPILL_BYTES_MAX };
+                if figures.stack_bytes > let_pass || figures.spill_bytes > let_pass {
                     problems.push(format!("{kernel} for sm_{architecture} spills: {figures:?}"));
                 }
                 if figures.shared_bytes > *shared_max {

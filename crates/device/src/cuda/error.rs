@@ -40,7 +40,9 @@ pub enum CudaError {
     #[error("`{kernel}`: {what} is {found}, at most {max} is possible on this device")]
     Limit { kernel: String, what: &'static str, found: u64, max: u64 },
     /// A launch's arguments are not those of the kernel.
-    #[error("`{kernel}` takes {expected} bytes as argument {index}, not {found}: launcher and kernel do not belong together")]
+    #[error(
+        "`{kernel}` takes {expected} bytes as argument {index}, not {found}: launcher and kernel do not belong together"
+    )]
     Argument { kernel: String, index: usize, found: usize, expected: usize },
     /// A kernel was loaded on another GPU.
     #[error("`{kernel}` was loaded on another GPU: load its module on this one")]

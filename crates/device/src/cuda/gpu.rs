@@ -99,9 +99,7 @@ impl Gpu {
         };
         let mut name = [0_u8; 128];
         // SAFETY: the driver writes at most the given length, terminator included.
-        check("cuDeviceGetName", unsafe {
-            sys::cuDeviceGetName(name.as_mut_ptr().cast(), name.len() as i32, device)
-        })?;
+        check("cuDeviceGetName", unsafe { sys::cuDeviceGetName(name.as_mut_ptr().cast(), name.len() as i32, device) })?;
         let length = name.iter().position(|byte| *byte == 0).unwrap_or(name.len());
         let name = String::from_utf8_lossy(&name[..length]).into_owned();
         let capability = (

@@ -152,6 +152,8 @@ pub struct Shape {
     pub threads: usize,
     /// Dynamic shared memory of a block.
     pub shared_bytes: usize,
+    /// Blocks of a cluster, 1 for none; divides the block count. Compute capability 9.0 and later.
+    pub cluster: usize,
     /// Starts while the launch before it still runs. The kernel itself waits before it reads what that one writes.
     pub overlap: bool,
 }
@@ -168,6 +170,8 @@ impl Gpu {
             if found <= max { Ok(()) } else { Err(refused) }
         };
         limit("the block's thread count", shape.threads, kernel.threads_max)?;
+        limit("the cluster's block count", shape.cluster, if self.capability.0 >= 9 { 8 } else { 1 })?;
+        limit("what is left of the blocks by clusters", shape.blocks % shape.cluster.max(1), 0)?;
         limit("the grid's block count", shape.blocks, i32::MAX as usize)?;
         let shared_max = self.shared_bytes_max.saturating_sub(kernel.static_shared_bytes);
         limit("the block's shared memory", shape.shared_bytes, shared_max)?;
@@ -191,12 +195,25 @@ impl Gpu {
             })?;
         }
         let mut pointers: Vec<*mut c_void> = images.iter_mut().map(|image| image.as_mut_ptr().cast()).collect();
-        let mut attribute = sys::CUlaunchAttribute {
+        let overlap = sys::CUlaunchAttribute {
             id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
             pad: [0; 4],
             value: sys::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
         };
-        let overlap = shape.overlap && self.capability.0 >= 9;
+        let cluster = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue {
+                clusterDim: sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: shape.cluster as u32, y: 1, z: 1 },
+            },
+        };
+        let mut attributes = Vec::with_capacity(2);
+        if shape.overlap && self.capability.0 >= 9 {
+            attributes.push(overlap);
+        }
+        if shape.cluster > 1 {
+            attributes.push(cluster);
+        }
         let config = sys::CUlaunchConfig {
             gridDimX: shape.blocks as u32,
             gridDimY: 1,
@@ -206,8 +223,8 @@ impl Gpu {
             blockDimZ: 1,
             sharedMemBytes: shape.shared_bytes as u32,
             hStream: self.inner.stream,
-            attrs: &mut attribute,
-            numAttrs: u32::from(overlap),
+            attrs: attributes.as_mut_ptr(),
+            numAttrs: attributes.len() as u32,
         };
         // SAFETY: every argument has the kernel's own size, checked above, and is copied during the call.
         check("cuLaunchKernelEx", unsafe {

@@ -11,6 +11,8 @@ pub const ROWS_MAX: usize = 32;
 const SLAB: usize = 16;
 const BLOCK: usize = 32;
 const WARPS_MAX: usize = 16;
+/// Blocks of a cluster on every device that has them.
+const CLUSTER_MAX: usize = 8;
 
 /// Columns of a chunk, a constant of each operator.
 pub mod chunks {
@@ -46,33 +48,39 @@ impl Format {
     }
 
     /// Kernels by the blocks that a warp has in flight and the warps of a block, best first; the last takes every length.
-    const fn kernels(self, apart: bool) -> &'static [(usize, usize, &'static str)] {
-        match (self, apart) {
-            (Format::Fp8, false) => &[
+    const fn kernels(self, fold: Fold) -> &'static [(usize, usize, &'static str)] {
+        match (self, fold) {
+            (Format::Fp8, Fold::Together) => &[
                 (20, 8, "linear_fp8_20"),
-                (18, 8, "linear_fp8_18"),
                 (16, 12, "linear_fp8_16"),
                 (10, 16, "linear_fp8_10"),
-                (9, 16, "linear_fp8_9"),
+                (9, 12, "linear_fp8_9"),
                 (8, 16, "linear_fp8_8"),
                 (1, 16, "linear_fp8_any"),
             ],
-            (Format::Fp8, true) => &[
-                (20, 8, "linear_fp8_apart_20"),
-                (16, 12, "linear_fp8_apart_16"),
-                (10, 16, "linear_fp8_apart_10"),
-                (8, 16, "linear_fp8_apart_8"),
-                (1, 16, "linear_fp8_apart_any"),
-            ],
-            (Format::Bf16, false) => {
+            (Format::Fp8, Fold::Cluster) => &[],
+            (Format::Fp8, Fold::Apart) => {
+                &[(10, 12, "linear_fp8_apart_10"), (8, 16, "linear_fp8_apart_8"), (1, 16, "linear_fp8_apart_any")]
+            }
+            (Format::Bf16, Fold::Together) => {
                 &[(10, 8, "linear_bf16_10"), (5, 16, "linear_bf16_5"), (1, 16, "linear_bf16_any")]
             }
-            (Format::Bf16, true) => {
-                &[(10, 8, "linear_bf16_apart_10"), (5, 16, "linear_bf16_apart_5"), (1, 16, "linear_bf16_apart_any")]
-            }
+            (Format::Bf16, Fold::Cluster) => &[(10, 8, "linear_bf16_cluster_10"), (1, 16, "linear_bf16_cluster_any")],
+            (Format::Bf16, Fold::Apart) => &[(10, 8, "linear_bf16_apart_10"), (1, 16, "linear_bf16_apart_any")],
             (Format::Head, _) => &[(4, 16, "lm_head_4"), (1, 16, "lm_head_any")],
         }
     }
+}
+
+/// Who computes the chunks of a slab. Changes no bit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fold {
+    /// Warps of one block, which holds the inputs of all chunks.
+    Together,
+    /// Blocks of one cluster, a chunk each (compute capability 9.0 and later, up to 8 chunks).
+    Cluster,
+    /// Any blocks; the chunks meet in device memory.
+    Apart,
 }
 
 /// A linear's fixed figures.
@@ -91,19 +99,15 @@ pub struct Operator {
 /// What only changes speed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tuning {
-    /// Slabs that a block computes at once at most, 0 for as many as balance the device.
-    pub teams_max: usize,
-    /// Chunks of a slab in different blocks even where one block could hold them.
-    pub apart: bool,
-    /// Thread blocks a multiprocessor where chunks are apart.
-    pub residency: usize,
+    /// The way to fold, where it is possible; else the first that is.
+    pub fold: Option<Fold>,
     /// May start while the launch before it ends.
     pub overlap: bool,
 }
 
 impl Default for Tuning {
     fn default() -> Tuning {
-        Tuning { teams_max: 0, apart: false, residency: 1, overlap: true }
+        Tuning { fold: None, overlap: true }
     }
 }
 
@@ -139,59 +143,119 @@ impl Operator {
     /// Bytes of the packed weight and its scales: what a launch must read.
     pub const fn weight_bytes(&self) -> usize {
         let scales = match self.format {
-            Format::Fp8 => self.slabs().div_ceil(2) * self.blocks(),
+            Format::Fp8 => self.slabs().div_ceil(2) * scale_stride(self.columns),
             Format::Bf16 | Format::Head => 0,
         };
         self.slabs() * self.blocks() * self.format.block_bytes() + scales
     }
 
-    /// The kernel, the grid and the staging of a launch of `rows` rows.
+    /// The first way to fold that the device can take: kernel, grid and staging.
     fn plan(&self, rows: usize, gpu: &Gpu, tuning: Tuning) -> Plan {
-        let tiles = rows.div_ceil(8);
-        let chunk_blocks = (self.chunk / BLOCK).min(self.blocks());
-        let chunks = self.chunk_count();
-        let last = self.blocks() - (chunks - 1) * chunk_blocks;
-        let group_slabs = self.slabs() / self.groups;
-        let room = gpu.shared_bytes_max.saturating_sub(1024);
-        let factor_bytes = if self.format == Format::Fp8 { 4 } else { 0 };
+        // Where every block would read more inputs than this, reading one chunk of them is quicker.
+        let read = self.blocks() * tiles(rows) * 512;
+        let preferred = match self.format {
+            Format::Bf16 if read > 100 << 10 => Fold::Cluster,
+            Format::Fp8 if read > 150 << 10 && self.chunk_count() == 4 => Fold::Apart,
+            _ => Fold::Together,
+        };
+        let ways = [tuning.fold.unwrap_or(preferred), Fold::Together];
+        let possible = ways.into_iter().find_map(|fold| self.plan_fold(rows, gpu, fold, tuning));
+        possible.unwrap_or_else(|| self.plan_apart(rows, gpu, tuning.overlap))
+    }
 
-        // Together: a team of `chunks` warps a slab, all inputs in one block.
+    fn plan_fold(&self, rows: usize, gpu: &Gpu, fold: Fold, tuning: Tuning) -> Option<Plan> {
+        let chunks = self.chunk_count();
+        let overlap = tuning.overlap;
+        let possible = match fold {
+            Fold::Together => chunks <= WARPS_MAX,
+            Fold::Cluster => {
+                let has_kernels = !self.format.kernels(fold).is_empty();
+                has_kernels && gpu.capability.0 >= 9 && (2..=CLUSTER_MAX).contains(&chunks)
+            }
+            Fold::Apart => chunks > 1,
+        };
+        if !possible {
+            return None;
+        }
+        let plan = match fold {
+            Fold::Together => self.plan_together(rows, gpu, tuning),
+            Fold::Cluster => self.plan_cluster(rows, gpu, overlap),
+            Fold::Apart => self.plan_apart(rows, gpu, overlap),
+        };
+        (plan.shape.shared_bytes <= gpu.shared_bytes_max.saturating_sub(1024)).then_some(plan)
+    }
+
+    fn plan_together(&self, rows: usize, gpu: &Gpu, tuning: Tuning) -> Plan {
+        let (chunks, group_slabs) = (self.chunk_count(), self.slabs() / self.groups);
         let teams_room = WARPS_MAX / chunks.min(WARPS_MAX);
         let members = (gpu.multiprocessors / self.groups).clamp(1, group_slabs);
         let wanted = group_slabs.div_ceil(members);
-        let teams = wanted.div_ceil(wanted.div_ceil(teams_room)).clamp(1, if tuning.teams_max > 0 { tuning.teams_max } else { WARPS_MAX });
+        let teams = wanted.div_ceil(wanted.div_ceil(teams_room));
         let members = if wanted <= teams_room { group_slabs.div_ceil(teams) } else { members };
         let mine = group_slabs.div_ceil(members);
-        let sums = if chunks > 1 { teams * 2 * chunks * tiles * 512 } else { 0 };
-        let bytes = self.blocks() * tiles * 512 + mine * self.blocks() * factor_bytes;
-        let together = chunks == 1 || (!tuning.apart && chunks <= WARPS_MAX && bytes + 16 + sums <= room);
+        let sums = if chunks > 1 { teams * 2 * chunks * tiles(rows) * 512 } else { 0 };
+        self.staged(rows, gpu, Fold::Together, [members, teams * chunks, mine, sums], tuning.overlap)
+    }
 
-        let (parts, members, warps, mine, staged) = if together {
-            (self.groups, members, teams * chunks, mine, self.blocks())
-        } else {
-            let parts = self.groups * chunks;
-            let members = (gpu.multiprocessors * tuning.residency / parts).clamp(1, group_slabs);
-            let mine = group_slabs.div_ceil(members);
-            (parts, members, mine.div_ceil(mine.div_ceil(WARPS_MAX)), mine, chunk_blocks)
+    fn plan_cluster(&self, rows: usize, gpu: &Gpu, overlap: bool) -> Plan {
+        let (chunks, group_slabs) = (self.chunk_count(), self.slabs() / self.groups);
+        let members = (gpu.multiprocessors / (self.groups * chunks)).clamp(1, group_slabs);
+        let mine = group_slabs.div_ceil(members);
+        let sums = mine.next_multiple_of(chunks) * tiles(rows) * 512;
+        let warps = mine.div_ceil(mine.div_ceil(WARPS_MAX));
+        self.staged(rows, gpu, Fold::Cluster, [group_slabs.div_ceil(mine), warps, mine, sums], overlap)
+    }
+
+    fn plan_apart(&self, rows: usize, gpu: &Gpu, overlap: bool) -> Plan {
+        let (chunks, group_slabs) = (self.chunk_count(), self.slabs() / self.groups);
+        let members = (gpu.multiprocessors / (self.groups * chunks)).clamp(1, group_slabs);
+        let mine = group_slabs.div_ceil(members);
+        let warps = mine.div_ceil(mine.div_ceil(WARPS_MAX));
+        self.staged(rows, gpu, Fold::Apart, [members, warps, mine, 0], overlap)
+    }
+
+    fn staged(&self, rows: usize, gpu: &Gpu, fold: Fold, figures: [usize; 4], overlap: bool) -> Plan {
+        let [members, warps, mine, sums] = figures;
+        let (chunks, row_bytes) = (self.chunk_count(), tiles(rows) * 512);
+        let chunk_blocks = (self.chunk / BLOCK).min(self.blocks());
+        let last = self.blocks() - (chunks - 1) * chunk_blocks;
+        let (parts, staged) = match fold {
+            Fold::Together => (self.groups, self.blocks()),
+            Fold::Cluster | Fold::Apart => (self.groups * chunks, chunk_blocks),
         };
-        let factors = mine * staged * factor_bytes;
+        let codes = if self.format == Format::Fp8 { mine * ((staged + 15) & !7) } else { 0 };
         let mut phases = 1;
-        while chunks == 1 && staged / phases * tiles * 512 + factors > room {
+        while chunks == 1 && staged / phases * row_bytes + codes > gpu.shared_bytes_max.saturating_sub(1024) {
             phases += 1;
             while !staged.is_multiple_of(phases) {
                 phases += 1;
             }
         }
-        let kernels = self.format.kernels(!together);
+        let kernels = self.format.kernels(fold);
         let fits = |(depth, most, _): &&(usize, usize, &str)| {
             warps <= *most && (chunk_blocks / phases).is_multiple_of(*depth) && last.is_multiple_of(*depth)
         };
         let kernel = kernels.iter().find(fits).map_or(kernels[kernels.len() - 1].2, |(.., name)| name);
-        let sums_at = (staged / phases * tiles * 512 + factors).next_multiple_of(16);
-        let shared_bytes = sums_at + if together { sums } else { 0 };
-        let shape = Shape { blocks: members * parts, threads: warps * 32, shared_bytes, overlap: tuning.overlap };
-        Plan { kernel, shape, phases, chunk_blocks, sums_at, together }
+        let sums_at = (staged / phases * row_bytes + codes).next_multiple_of(16);
+        let cluster = if fold == Fold::Cluster { chunks } else { 1 };
+        let shape =
+            Shape { blocks: members * parts, threads: warps * 32, shared_bytes: sums_at + sums, cluster, overlap };
+        Plan { kernel, shape, phases, chunk_blocks, sums_at, fold }
     }
+}
+
+/// Tiles of 8 rows that a launch computes.
+const fn tiles(rows: usize) -> usize {
+    match rows {
+        ..=8 => 1,
+        9..=16 => 2,
+        _ => 4,
+    }
+}
+
+/// Bytes of a row of packed FP8 scales.
+const fn scale_stride(columns: usize) -> usize {
+    (columns / BLOCK).next_multiple_of(crate::linear_fp8::pack_cuda::SCALE_ALIGNMENT)
 }
 
 #[derive(Debug)]
@@ -201,7 +265,7 @@ struct Plan {
     phases: usize,
     chunk_blocks: usize,
     sums_at: usize,
-    together: bool,
+    fold: Fold,
 }
 
 /// The three families' kernels and the scratch that one stream of launches shares.
@@ -227,8 +291,9 @@ impl Linears {
     ) -> Result<Linears, CudaError> {
         let mut kernels = Vec::new();
         for (module, format) in modules.iter().zip([Format::Fp8, Format::Bf16, Format::Head]) {
-            let apart: &[bool] = if format == Format::Head { &[false] } else { &[false, true] };
-            for (.., name) in apart.iter().flat_map(|apart| format.kernels(*apart)) {
+            let folds: &[Fold] =
+                if format == Format::Head { &[Fold::Together] } else { &[Fold::Together, Fold::Cluster, Fold::Apart] };
+            for (.., name) in folds.iter().flat_map(|fold| format.kernels(*fold)) {
                 kernels.push(module.kernel(name)?);
             }
         }
@@ -270,8 +335,8 @@ impl Linears {
         limit("what is left of the columns by blocks of 32", operator.columns % BLOCK, 0)?;
         limit("what is left of the chunk by blocks of 32", operator.chunk % BLOCK, 0)?;
         limit("the slab count", operator.slabs() + 1, self.counters.len_bytes() / 4)?;
-        if !plan.together {
-            let parts = operator.slabs() * operator.chunk_count() * rows.div_ceil(8);
+        if plan.fold == Fold::Apart {
+            let parts = operator.slabs() * operator.chunk_count() * tiles(rows);
             limit("the partial sums", parts * 512, self.partials.len_bytes())?;
         }
         if rows == 0 {
@@ -299,6 +364,7 @@ impl Linears {
             .int(operator.chunk_count())
             .int(operator.groups)
             .int(plan.phases)
+            .int(scale_stride(operator.columns))
             .int(plan.sums_at);
         gpu.launch(kernel, plan.shape, &[parameter])
     }

@@ -14,11 +14,12 @@ struct Bf16 {
     }
 };
 
-#define LINEAR(name, threads, depth, whole, apart) \
-    extern "C" __global__ void __launch_bounds__(threads, 1) name(LinearArgs args) { slab_linear<Bf16, depth, whole, apart>(args); }
-LINEAR(linear_bf16_10, 256, 10, true, false)
-LINEAR(linear_bf16_5, 512, 5, true, false)
-LINEAR(linear_bf16_any, 512, 4, false, false)
-LINEAR(linear_bf16_apart_10, 256, 10, true, true)
-LINEAR(linear_bf16_apart_5, 512, 5, true, true)
-LINEAR(linear_bf16_apart_any, 512, 4, false, true)
+#define LINEAR(name, threads, depth, whole, fold) \
+    extern "C" __global__ void __launch_bounds__(threads, 1) name(LinearArgs args) { slab_linear<Bf16, depth, whole, fold>(args); }
+LINEAR(linear_bf16_10, 256, 10, true, TOGETHER)
+LINEAR(linear_bf16_5, 512, 5, true, TOGETHER)
+LINEAR(linear_bf16_any, 512, 4, false, TOGETHER)
+LINEAR(linear_bf16_cluster_10, 256, 10, true, CLUSTER)
+LINEAR(linear_bf16_cluster_any, 512, 4, false, CLUSTER)
+LINEAR(linear_bf16_apart_10, 256, 10, true, APART)
+LINEAR(linear_bf16_apart_any, 512, 4, false, APART)

@@ -18,17 +18,14 @@ struct Fp8 {
 };
 
 // The depth follows from the operator's chunk, the bound on threads from the depth; `any` takes chunks of every length.
-#define LINEAR(name, threads, depth, whole, apart) \
-    extern "C" __global__ void __launch_bounds__(threads, 1) name(LinearArgs args) { slab_linear<Fp8, depth, whole, apart>(args); }
-LINEAR(linear_fp8_20, 256, 20, true, false)
-LINEAR(linear_fp8_18, 256, 18, true, false)
-LINEAR(linear_fp8_16, 384, 16, true, false)
-LINEAR(linear_fp8_10, 512, 10, true, false)
-LINEAR(linear_fp8_9, 512, 9, true, false)
-LINEAR(linear_fp8_8, 512, 8, true, false)
-LINEAR(linear_fp8_any, 512, 4, false, false)
-LINEAR(linear_fp8_apart_20, 256, 20, true, true)
-LINEAR(linear_fp8_apart_10, 512, 10, true, true)
-LINEAR(linear_fp8_apart_16, 384, 16, true, true)
-LINEAR(linear_fp8_apart_8, 512, 8, true, true)
-LINEAR(linear_fp8_apart_any, 512, 4, false, true)
+#define LINEAR(name, threads, depth, whole, fold) \
+    extern "C" __global__ void __launch_bounds__(threads, 1) name(LinearArgs args) { slab_linear<Fp8, depth, whole, fold>(args); }
+LINEAR(linear_fp8_20, 256, 20, true, TOGETHER)
+LINEAR(linear_fp8_16, 384, 16, true, TOGETHER)
+LINEAR(linear_fp8_10, 512, 10, true, TOGETHER)
+LINEAR(linear_fp8_9, 384, 9, true, TOGETHER)
+LINEAR(linear_fp8_8, 512, 8, true, TOGETHER)
+LINEAR(linear_fp8_any, 512, 4, false, TOGETHER)
+LINEAR(linear_fp8_apart_10, 384, 10, true, APART)
+LINEAR(linear_fp8_apart_8, 512, 8, true, APART)
+LINEAR(linear_fp8_apart_any, 512, 4, false, APART)

@@ -9,7 +9,7 @@
 //!   bit   15 14 13 12 11 10  9  8  7  6  5  4  3  2  1  0
 //!   c0     s              e3 e2 e1 e0  m  m  m
 //!   c2       e3 e2 e1  s                      e0  m  m  m
-//! scales [ceil(slabs / 2)][blocks] E8M0, as stored
+//! scales [ceil(slabs / 2)][blocks rounded up to 8] E8M0, the padding zero
 //! ```
 //! One mask takes `c0 c1` to bf16's places, two shifts `c2 c3`: the kernel multiplies by `2^(120 + scale)`.
 
@@ -19,6 +19,8 @@ use crate::pack::{PackError, check_length, check_multiple, check_scale_range, ch
 pub const SLAB: usize = 16;
 /// Columns of a block.
 pub const BLOCK: usize = 32;
+/// A row of scales is this many bytes times a whole number.
+pub const SCALE_ALIGNMENT: usize = 8;
 /// Scale codes for which code times scale is exact in bf16, and the kernel's factor is a bf16 number.
 pub const SCALE_CODES: std::ops::RangeInclusive<u8> = 3..=134;
 
@@ -54,18 +56,26 @@ pub fn pack(weight: &[u8], scale: &[u8], rows: usize, columns: usize) -> Result<
             }
         }
     }
-    Ok(Packed { codes, scales: scale.to_vec() })
+    let mut scales = vec![0; row_blocks * blocks.next_multiple_of(SCALE_ALIGNMENT)];
+    for (packed, row) in
+        scales.chunks_exact_mut(blocks.next_multiple_of(SCALE_ALIGNMENT)).zip(scale.chunks_exact(blocks))
+    {
+        packed[..blocks].copy_from_slice(row);
+    }
+    Ok(Packed { codes, scales })
 }
 
-/// The checkpoint's weight bytes again.
-pub fn unpack(packed: &Packed, rows: usize, columns: usize) -> Vec<u8> {
+/// The checkpoint's bytes again: the weight and its scale.
+pub fn unpack(packed: &Packed, rows: usize, columns: usize) -> (Vec<u8>, Vec<u8>) {
     let mut weight = vec![0; rows * columns];
     for (index, word) in packed.codes.as_chunks::<4>().0.iter().enumerate() {
         let (word, lane, block) = (u32::from_le_bytes(*word), index / 4 % 32, index / 128 % (columns / BLOCK));
         let (row, column) = place(index / 128 / (columns / BLOCK), block, lane, index % 4);
         weight[row * columns + column..][..4].copy_from_slice(&split(word));
     }
-    weight
+    let blocks = columns / BLOCK;
+    let scale_rows = packed.scales.chunks_exact(blocks.next_multiple_of(SCALE_ALIGNMENT));
+    (weight, scale_rows.flat_map(|row| &row[..blocks]).copied().collect())
 }
 
 /// Row and first column of a lane's word.
@@ -96,10 +106,10 @@ mod tests {
     fn unpacking_gives_the_bytes_back() {
         for (rows, columns) in [(16_usize, 32_usize), (48, 96), (32, 64)] {
             let weight: Vec<u8> = (0..rows * columns).map(|i| (i * 37 + i / 256) as u8).collect();
-            let scale = vec![120_u8; rows.div_ceil(32_usize) * columns / 32];
+            let scale: Vec<u8> = (0..rows.div_ceil(32) * columns / 32).map(|i| 100 + i as u8).collect();
             let packed = pack(&weight, &scale, rows, columns).expect("packs");
             assert_ne!(packed.codes, weight);
-            assert_eq!(unpack(&packed, rows, columns), weight);
+            assert_eq!(unpack(&packed, rows, columns), (weight, scale));
         }
     }
 

@@ -14,5 +14,5 @@ struct Head {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(512, 1) lm_head_4(LinearArgs args) { slab_linear<Head, 4, true, false>(args); }
-extern "C" __global__ void __launch_bounds__(512, 1) lm_head_any(LinearArgs args) { slab_linear<Head, 3, false, false>(args); }
+extern "C" __global__ void __launch_bounds__(512, 1) lm_head_4(LinearArgs args) { slab_linear<Head, 4, true, TOGETHER>(args); }
+extern "C" __global__ void __launch_bounds__(512, 1) lm_head_any(LinearArgs args) { slab_linear<Head, 3, false, TOGETHER>(args); }

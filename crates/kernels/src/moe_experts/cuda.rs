@@ -10,6 +10,8 @@ use std::sync::Arc;
 
 /// Pairs that share one read of the weights: one tile of the tensor core.
 const PASS: usize = 8;
+/// Bytes of one block in a warp's ring.
+const SLOT: usize = 640;
 /// Experts that one block may meet.
 const SPAN_MAX: usize = 16;
 
@@ -55,14 +57,12 @@ pub struct Addresses {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tuning {
     pub teams: usize,
-    /// More weights in flight a warp.
-    pub deep: bool,
     pub overlap: bool,
 }
 
 impl Default for Tuning {
     fn default() -> Tuning {
-        Tuning { teams: 4, deep: true, overlap: true }
+        Tuning { teams: 4, overlap: true }
     }
 }
 
@@ -76,7 +76,8 @@ impl Experts {
     /// # Errors
     /// [`CudaError::NoKernel`] when the module is another one.
     pub fn new(module: &Arc<Module>) -> Result<Experts, CudaError> {
-        let names = ["experts_up_10", "experts_up_5", "experts_up_any", "experts_down_9", "experts_down_any"];
+        let names =
+            ["experts_up_10", "experts_up_5", "experts_up_any", "experts_down_9", "experts_down_3", "experts_down_any"];
         Ok(Experts { kernels: names.into_iter().map(|name| module.kernel(name)).collect::<Result<_, _>>()? })
     }
 
@@ -84,7 +85,7 @@ impl Experts {
         &self.kernels
     }
 
-    /// Both kernels. `limit` 0 means no clamp.
+    /// Both kernels, for `rows` rows: no expert has more pairs. `limit` 0 means no clamp.
     ///
     /// # Errors
     /// [`CudaError::Limit`]; nothing is launched.
@@ -92,6 +93,7 @@ impl Experts {
         &self,
         gpu: &Gpu,
         sizes: Sizes,
+        rows: usize,
         to: Addresses,
         limit: f32,
         tuning: Tuning,
@@ -113,14 +115,21 @@ impl Experts {
             let chunk_count = blocks.div_ceil(chunk_blocks);
             let last = blocks - (chunk_count - 1) * chunk_blocks;
             let fits = |depth: usize| chunk_blocks.is_multiple_of(depth) && last.is_multiple_of(depth);
-            let name = match index {
-                0 if fits(10) && tuning.deep => "experts_up_10",
-                0 if fits(5) => "experts_up_5",
-                0 => "experts_up_any",
-                _ if fits(9) => "experts_down_9",
-                _ => "experts_down_any",
+            let staged_rows = rows.clamp(1, PASS);
+            let staged_bytes = blocks * 2 * staged_rows * 64;
+            // The deepest kernel that takes these warps and leaves room for the inputs.
+            let warps = tuning.teams.clamp(1, 15) * chunk_count;
+            let shared = |depth: usize| warps * (1024 + depth * SLOT) + staged_bytes;
+            let candidates: [(usize, usize, &str); 3] = match index {
+                0 => [(10, 20, "experts_up_10"), (5, 20, "experts_up_5"), (4, 20, "experts_up_any")],
+                _ => [(9, 20, "experts_down_9"), (3, 20, "experts_down_3"), (4, 20, "experts_down_any")],
             };
-            let kernel = self.kernels.iter().find(|kernel| kernel.name == name);
+            let room = gpu.shared_bytes_max.saturating_sub(1024);
+            let possible = |(depth, most, name): &&(usize, usize, &str)| {
+                warps <= *most && shared(*depth) <= room && (name.ends_with("any") || fits(*depth))
+            };
+            let (depth, _, name) = candidates.iter().find(possible).unwrap_or(&candidates[2]);
+            let kernel = self.kernels.iter().find(|kernel| kernel.name == *name);
             let kernel = kernel.ok_or_else(|| CudaError::NoKernel { kernel: name.to_string() })?;
             let refuse = |what, found: usize, max: usize| {
                 let (found, max) = (found as u64, max as u64);
@@ -129,7 +138,6 @@ impl Experts {
             };
             refuse("what is left of the columns by blocks of 64", columns % BLOCK, 0)?;
             refuse("the experts a block meets", sizes.experts.div_ceil(gpu.multiprocessors) + 1, SPAN_MAX)?;
-            let teams = tuning.teams.min(kernel.threads_max / 32 / chunk_count).clamp(1, 15);
             let parameter = Parameter::new()
                 .address(codes)
                 .address(scales)
@@ -146,11 +154,13 @@ impl Experts {
                 .int(blocks)
                 .int(chunk_blocks)
                 .int(chunk_count)
-                .float(limit);
+                .float(limit)
+                .int(staged_rows);
             let shape = Shape {
                 blocks: gpu.multiprocessors,
-                threads: teams * chunk_count * 32,
-                shared_bytes: teams * chunk_count * 1024 + blocks * 2 * PASS * 64,
+                threads: warps * 32,
+                shared_bytes: shared(*depth),
+                cluster: 1,
                 overlap: tuning.overlap,
             };
             gpu.launch(kernel, shape, &[parameter])?;

@@ -7,7 +7,8 @@
 // out  out [pairs, out_stride] bf16
 // grid any number of blocks; chunks * teams warps of 32, teams at most 15; dynamic shared memory: inputs and partials
 // sum  per chunk of columns a chain of k16 tensor-core steps, ascending; chunks left to right in float32; one rounding
-// max  scale codes 2 to 128, so that code times scale is exact in bf16 (checked when packed); 8 pairs in one pass, more read the weights again
+// max  scale codes 2 to 128, so that code times scale is exact in bf16 (checked when packed); an expert with more pairs than
+//      staged rows reads its weights again
 #include "math.cuh"
 #include "tensor.cuh"
 
@@ -23,10 +24,11 @@ struct ExpertArgs {
     u16* out;
     int x_stride, out_stride, slabs, blocks, chunk_blocks, chunks;
     float limit;
+    int staged_rows;             // 1 to 8: pairs of an expert in one pass at most
 };
 
 constexpr int SPAN_MAX = 16;  // experts that one block meets
-constexpr int PASS = 8;       // pairs that share a read of the weights: one tile
+constexpr int SLOT = 640;     // bytes of a block in the ring: codes and scale words of 32 lanes
 
 template <int DEPTH, bool WHOLE, bool UP>
 __device__ __forceinline__ void experts(const ExpertArgs& args) {
@@ -37,9 +39,12 @@ __device__ __forceinline__ void experts(const ExpertArgs& args) {
     const int slabs = args.slabs, g = lane / 4, t = lane % 4;
     const int first_block = chunk * args.chunk_blocks;
     const int chunk_blocks = min(args.chunk_blocks, args.blocks - first_block);
-    // [teams, 2, chunks, 32] sums, then inputs [blocks, 2, 8 rows, 64 bytes]
+    // Sums [teams, 2, chunks, 32], a ring of weights [warps, DEPTH] that each lane fills and reads for itself, then inputs
+    // [blocks, 2, rows, 64 bytes].
     float4* const sums = (float4*)shared_bytes;
-    char* const staged = shared_bytes + (size_t)teams * chunks * 1024;
+    char* const ring = shared_bytes + (size_t)blockDim.x * 32 + (size_t)warp * DEPTH * SLOT;
+    char* const staged = shared_bytes + (size_t)blockDim.x * 32 + (size_t)blockDim.x / 32 * DEPTH * SLOT;
+    const int rows = args.staged_rows;
 
     if (UP) wait_for_inputs();
     const u32 total = *args.active_count * slabs;
@@ -55,7 +60,7 @@ __device__ __forceinline__ void experts(const ExpertArgs& args) {
     // A warp's units in order: within an expert its slabs, once a pass; then the next expert.
     const auto slab_begin = [&](int a) { return a == 0 ? (int)(begin % slabs) : 0; };
     const auto slab_end = [&](int a) { return a == last - first ? (int)((end - 1) % slabs) + 1 : slabs; };
-    const auto passes = [&](int a) { return (int)(starts[a + 1] - starts[a] + PASS - 1) / PASS; };
+    const auto passes = [&](int a) { return (int)(starts[a + 1] - starts[a] + rows - 1) / rows; };
     struct Unit { int a, pass, slab; };
     const auto settle = [&](Unit u) {
         while (u.a <= last - first && u.slab >= slab_end(u.a)) {
@@ -71,32 +76,43 @@ __device__ __forceinline__ void experts(const ExpertArgs& args) {
         return args.scales + (((size_t)expert_ids[u.a] * slabs + u.slab) * args.blocks + first_block) * 8 + g;
     };
 
-    uint4 ring[DEPTH];
-    u32 scale_ring[DEPTH];
+    const auto load = [&](int slot, const uint4* codes, const u32* scales) {
+        copy_async_16(ring + slot * SLOT + lane * 16, codes);
+        copy_async_4(ring + slot * SLOT + 512 + lane * 4, scales);
+    };
     Unit unit = team < teams ? settle({0, 0, slab_begin(0) + team}) : Unit{last - first + 1, 0, 0};
+    const uint4* here = args.weights;
+    const u32* here_scales = args.scales;
     if (unit.a <= last - first) {
-        const uint4* from = weights_of(unit);
-        const u32* from_scales = scales_of(unit);
+        here = weights_of(unit), here_scales = scales_of(unit);
+        const uint4* from = here;
+        const u32* from_scales = here_scales;
 #pragma unroll
-        for (int i = 0; i < DEPTH; i++)
-            if (WHOLE || i < chunk_blocks) ring[i] = load_once(from + i * 32), scale_ring[i] = load_once(from_scales + i * 8);
+        for (int i = 0; i < DEPTH; i++) {
+            if (WHOLE || i < chunk_blocks) load(i, from + i * 32, from_scales + i * 8);
+            end_copy_group();
+        }
     }
     if (!UP) wait_for_inputs();
     let_next_start();
 
     int parity = 0, folder = 0;
+    wait_for_copy_groups<DEPTH - 1>();
+    uint4 next_codes = *(const uint4*)(ring + lane * 16);
+    u32 next_word = *(const u32*)(ring + 512 + lane * 4);
     for (int a = 0; a <= last - first; a++) {
         for (int pass = 0; pass < passes(a); pass++) {
-            const int pair0 = starts[a] + pass * PASS, count = min((int)starts[a + 1] - pair0, PASS);
+            const int pair0 = starts[a] + pass * rows, count = min((int)starts[a + 1] - pair0, rows);
             __syncthreads();
-            // Rows that no pair has stay as they are: a column of the product depends on its own row only.
+            // A column without a pair reads the last pair's row: it depends on nothing else and is not stored.
             for (int row = 0; row < count; row++) {
                 const u16* x = args.x + (size_t)(UP ? args.pair_row[pair0 + row] : pair0 + row) * args.x_stride;
                 for (int quad = threadIdx.x; quad < args.blocks * 8; quad += blockDim.x) {
-                    char* to = staged + (size_t)(quad / 4 * 8 + row) * 64 + (quad & 1) * 32 + (quad >> 1 & 1) * 8;
+                    char* to = staged + (size_t)(quad / 4 * rows + row) * 64 + (quad & 1) * 32 + (quad >> 1 & 1) * 8;
                     if (UP) {
-                        copy_async(to, x + quad * 8);
-                        copy_async(to + 16, x + quad * 8 + 4);
+                        const uint4 v = *(const uint4*)(x + quad * 8);
+                        *(uint2*)to = make_uint2(v.x, v.y);
+                        *(uint2*)(to + 16) = make_uint2(v.z, v.w);
                         continue;
                     }
                     // Four neighbouring threads round a block of 32; rows have whole blocks, so the four are active together.
@@ -119,16 +135,20 @@ __device__ __forceinline__ void experts(const ExpertArgs& args) {
                     *(uint2*)(to + 16) = make_uint2(words[2], words[3]);
                 }
             }
-            if (UP) wait_for_copies();
             __syncthreads();
             while (unit.a == a && unit.pass == pass) {
-                const Unit next_unit = settle({a, pass, unit.slab + teams});
-                const bool more = next_unit.a <= last - first;
-                const uint4* here = weights_of(unit);
-                const u32* here_scales = scales_of(unit);
-                const uint4* next = more ? weights_of(next_unit) : here;
-                const u32* next_scales = more ? scales_of(next_unit) : here_scales;
-                const char* input = staged + (size_t)first_block * 1024 + lane * 16;
+                // The next slab of the same expert is a step away; anything else is looked up.
+                Unit next_unit = {a, pass, unit.slab + teams};
+                const uint4* next = here + (size_t)teams * args.blocks * 32;
+                const u32* next_scales = here_scales + (size_t)teams * args.blocks * 8;
+                bool more = true;
+                if (next_unit.slab >= slab_end(a)) {
+                    next_unit = settle(next_unit);
+                    more = next_unit.a <= last - first;
+                    next = more ? weights_of(next_unit) : here;
+                    next_scales = more ? scales_of(next_unit) : here_scales;
+                }
+                const char* input = staged + (size_t)first_block * 2 * rows * 64 + min(g, count - 1) * 64 + t * 16;
                 float acc[4] = {};
                 for (int block = 0; block < chunk_blocks; block += DEPTH) {
                     const bool inside = block + DEPTH < chunk_blocks;
@@ -138,15 +158,22 @@ __device__ __forceinline__ void experts(const ExpertArgs& args) {
                     const bool refill = inside || more;
 #pragma unroll
                     for (int i = 0; i < DEPTH; i++) {
-                        const bool present = WHOLE || block + i < chunk_blocks;
-                        const uint4 codes = ring[i];
-                        const u32 word = scale_ring[i];
-                        if (refill && (WHOLE || i < room)) ring[i] = load_once(from + i * 32), scale_ring[i] = load_once(from_scales + i * 8);
-                        if (!present) continue;
+                        if (!WHOLE && block + i >= chunk_blocks) {
+                            if (refill && i < room) load(i, from + i * 32, from_scales + i * 8);
+                            end_copy_group();
+                            continue;
+                        }
+                        // This block's codes are in registers; the next one's leave the ring while this one is computed.
+                        const uint4 codes = next_codes;
+                        const u32 word = next_word;
+                        wait_for_copy_groups<WHOLE ? DEPTH - 2 : 0>();
+                        const int slot = i + 1 == DEPTH || (!WHOLE && block + i + 1 >= chunk_blocks) ? 0 : i + 1;
+                        next_codes = *(const uint4*)(ring + slot * SLOT + lane * 16);
+                        next_word = *(const u32*)(ring + slot * SLOT + 512 + lane * 4);
+                        const uint4 b0 = *(const uint4*)input, b1 = *(const uint4*)(input + rows * 64);
                         // Bytes: rows g and g + 8 of the first 32 columns, then of the second.
-                        const u32 f0 = power_pair((word & 255) + 126), f1 = power_pair((word >> 8 & 255) + 126);
-                        const u32 f2 = power_pair((word >> 16 & 255) + 126), f3 = power_pair((word >> 24) + 126);
-                        const uint4 b0 = *(const uint4*)input, b1 = *(const uint4*)(input + 512);
+                        const u32 f0 = power_pair_of<0>(word, 126), f1 = power_pair_of<1>(word, 126);
+                        const u32 f2 = power_pair_of<2>(word, 126), f3 = power_pair_of<3>(word, 126);
                         u32 a[4];
                         decode_fp4(codes.x, f0, f1, a);
                         mma_k16(acc, a[0], a[2], a[1], a[3], b0.x, b0.y);
@@ -156,7 +183,10 @@ __device__ __forceinline__ void experts(const ExpertArgs& args) {
                         mma_k16(acc, a[0], a[2], a[1], a[3], b1.x, b1.y);
                         decode_fp4(codes.w, f2, f3, a);
                         mma_k16(acc, a[0], a[2], a[1], a[3], b1.z, b1.w);
-                        input += 1024;
+                        // The slot is free: what was read from it has been used.
+                        if (refill && (WHOLE || i < room)) load(i, from + i * 32, from_scales + i * 8);
+                        end_copy_group();
+                        input += rows * 128;
                     }
                 }
                 // Two sets of sums: who folds one may be late while the others fill the other.
@@ -188,14 +218,17 @@ __device__ __forceinline__ void experts(const ExpertArgs& args) {
                 }
                 parity ^= 1;
                 folder = folder + 1 == chunks ? 0 : folder + 1;
-                unit = next_unit;
+                unit = next_unit, here = next, here_scales = next_scales;
             }
         }
     }
 }
 
-extern "C" __global__ void __launch_bounds__(512, 1) experts_up_10(ExpertArgs args) { experts<10, true, true>(args); }
-extern "C" __global__ void __launch_bounds__(512, 1) experts_up_5(ExpertArgs args) { experts<5, true, true>(args); }
-extern "C" __global__ void __launch_bounds__(512, 1) experts_up_any(ExpertArgs args) { experts<4, false, true>(args); }
-extern "C" __global__ void __launch_bounds__(512, 1) experts_down_9(ExpertArgs args) { experts<9, true, false>(args); }
-extern "C" __global__ void __launch_bounds__(512, 1) experts_down_any(ExpertArgs args) { experts<4, false, false>(args); }
+#define EXPERTS(name, threads, depth, whole, up) \
+    extern "C" __global__ void __launch_bounds__(threads, 1) name(ExpertArgs args) { experts<depth, whole, up>(args); }
+EXPERTS(experts_up_10, 640, 10, true, true)
+EXPERTS(experts_up_5, 640, 5, true, true)
+EXPERTS(experts_up_any, 640, 4, false, true)
+EXPERTS(experts_down_9, 640, 9, true, false)
+EXPERTS(experts_down_3, 640, 3, true, false)
+EXPERTS(experts_down_any, 640, 4, false, false)

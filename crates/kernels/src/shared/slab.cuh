@@ -9,7 +9,7 @@
 // How many chunks, who holds them and where results go. Mirrors the launcher's struct byte for byte.
 struct LinearArgs {
     const uint4* weights;   // [slabs, blocks, Format::VECTORS, 32 lanes] of 16 bytes
-    const u8* scales;       // [ceil(slabs / 2), blocks] E8M0, or null
+    const u8* scales;       // [ceil(slabs / 2), scale_stride] E8M0, rows 8-byte aligned, or null
     const u16* x;           // [rows, x_stride] bf16, 16-byte aligned rows
     void* out;              // [rows, out_stride] float32 or bf16; null where only `best` is wanted
     float4* partials;       // [slabs, chunks, tiles, 32] where there are several chunks
@@ -21,6 +21,7 @@ struct LinearArgs {
     int chunk_blocks, chunks;
     int groups;             // of slabs, each with its own columns of x
     int phases;             // 1, or how often the inputs are staged piece by piece (only with one chunk)
+    int scale_stride;
     int sums_at;            // byte of shared memory where a block's own sums begin
 };
 
@@ -79,54 +80,111 @@ __device__ __forceinline__ void finish_argmax(const LinearArgs& args, const u64 
     if (threadIdx.x == 0) args.counters[args.slabs] = 0;
 }
 
-// DEPTH: blocks that a warp has in flight. WHOLE: every chunk is a multiple of DEPTH blocks. APART: chunks of a slab lie in
-// different thread blocks and meet in `partials`, where the inputs of all chunks are too much for one.
-template <class Format, int DEPTH, bool WHOLE, bool APART>
+template <int N>
+struct Tiles {
+    static constexpr int COUNT = N;
+};
+
+// Tiles of 8 rows: 1, 2 or 4. What lies beyond the rows is computed and dropped.
+__device__ __forceinline__ int tile_count(int rows) { return rows <= 8 ? 1 : rows <= 16 ? 2 : 4; }
+
+// Who computes the chunks of a slab: the warps of one block; or warps of different blocks, because the inputs of all chunks
+// are too much for one or because reading them everywhere costs too much. Those meet in the shared memory of a cluster, or
+// in `partials`. Either way the chunks are added in their order.
+enum Fold { TOGETHER, CLUSTER, APART };
+
+// DEPTH: blocks that a warp has in flight. WHOLE: every chunk is a multiple of DEPTH blocks.
+template <class Format, int DEPTH, bool WHOLE, Fold FOLD>
 __device__ __forceinline__ void slab_linear(const LinearArgs& args) {
     extern __shared__ __align__(128) char shared_bytes[];
     constexpr int VECTORS = Format::VECTORS;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int tiles = (args.rows + 7) / 8;
-    // A team computes all chunks of a slab, one a warp; or, apart, every warp is a team and holds one chunk of many slabs.
-    const int team_warps = APART ? 1 : args.chunks, parts = args.groups * (APART ? args.chunks : 1);
+    const int tiles = tile_count(args.rows);
+    const int team_warps = FOLD == TOGETHER ? args.chunks : 1, parts = args.groups * (FOLD == TOGETHER ? 1 : args.chunks);
     const int teams = blockDim.x / 32 / team_warps, team = warp / team_warps;
     const int part = blockIdx.x % parts, member = blockIdx.x / parts, members = gridDim.x / parts;
-    const int group = APART ? part / args.chunks : part;
-    const int chunk = APART ? part % args.chunks : warp % team_warps;
+    const int group = FOLD == TOGETHER ? part : part / args.chunks;
+    const int chunk = FOLD == TOGETHER ? warp % team_warps : part % args.chunks;
     const int group_slabs = args.slabs / args.groups;
     const int first_block = chunk * args.chunk_blocks;
     const int chunk_blocks = min(args.chunk_blocks, args.blocks - first_block);
     const int phase_blocks = chunk_blocks / args.phases;
-    const int staged_first = APART ? first_block : 0, staged_blocks = APART ? chunk_blocks : args.blocks;
+    const int staged_first = FOLD == TOGETHER ? 0 : first_block;
+    const int staged_blocks = FOLD == TOGETHER ? args.blocks : chunk_blocks;
     const int mine = member < group_slabs ? (group_slabs - member + members - 1) / members : 0;
     const int rounds = (mine + teams - 1) / teams;
-    // Inputs [staged blocks of a phase, tiles * 8 rows, 64 bytes], factors [mine, staged_blocks], sums [teams, 2, chunks, tiles, 32].
+    // Inputs [staged blocks of a phase, tiles * 8 rows, 64 bytes]; scale codes [mine, window]; sums: TOGETHER [teams, 2,
+    // chunks, tiles, 32], CLUSTER [slabs of this rank, chunks, tiles, 32].
     char* const staged = shared_bytes;
-    u32* const factors = (u32*)(shared_bytes + (size_t)(staged_blocks / args.phases) * tiles * 512);
-    float4* const sums = (float4*)(shared_bytes + args.sums_at) + team * 2 * args.chunks * tiles * 32;
+    char* const codes = shared_bytes + (size_t)(staged_blocks / args.phases) * tiles * 512;
+    float4* const sums = (float4*)(shared_bytes + args.sums_at);
+    const int window = (staged_blocks + 15) & ~7, window_first = staged_first & ~7;
 
     const auto slab_of = [&](int index) { return group * group_slabs + member + index * members; };
-    const auto weights_of = [&](int index) {
-        return args.weights + ((size_t)slab_of(index) * args.blocks + first_block) * (VECTORS * 32) + lane;
+    // In units of 16 bytes.
+    const auto weights_of = [&](int index) { return (u32)(slab_of(index) * args.blocks + first_block) * (VECTORS * 32) + lane; };
+    const auto finish = [&](int slab, float (&sum)[4][4], u64 (&best)[4][2]) {
+        const int row0 = slab * 16 + lane / 4;
+#pragma unroll
+        for (int tile = 0; tile < 4; tile++) {
+            if (tile >= tiles) break;
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const int token = tile * 8 + 2 * (lane % 4) + (i & 1), row = row0 + (i >> 1) * 8;
+                if (token >= args.rows) continue;
+                if (args.out) {
+                    const u32 at = (u32)(token * args.out_stride + row);
+                    if (args.out_is_bf16) ((u16*)args.out)[at] = f32_to_bf16(sum[tile][i]);
+                    else ((float*)args.out)[at] = sum[tile][i];
+                }
+                if (Format::ARGMAX) {
+                    const u64 key = (u64)order_key(sum[tile][i]) << 32 | (u32)~row;
+                    best[tile][i & 1] = best_of(best[tile][i & 1], key);
+                }
+                // One output at a time: the ring is full of the next slab.
+                asm volatile("" ::: "memory");
+            }
+        }
+    };
+    // Left to right over the chunks of one slab, whose sums begin at `from`.
+    const auto fold = [&](const float4* from, float (&sum)[4][4]) {
+#pragma unroll
+        for (int tile = 0; tile < 4; tile++) {
+            if (tile < tiles) {
+                const auto read = [&](int c) {
+                    const float4* at = from + (c * tiles + tile) * 32 + lane;
+                    return FOLD == APART ? load_shared_value(at) : *at;
+                };
+                float4 total = read(0);
+#pragma unroll 1
+                for (int c = 1; c < args.chunks; c++) {
+                    const float4 v = read(c);
+                    total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
+                }
+                sum[tile][0] = total.x, sum[tile][1] = total.y, sum[tile][2] = total.z, sum[tile][3] = total.w;
+            }
+        }
     };
 
+    if (Format::SCALED) {
+        const int count = min(window, args.scale_stride - window_first) / 8;
+        for (int i = threadIdx.x; i < mine * count; i += blockDim.x) {
+            const int index = i / count, at = i % count * 8;
+            copy_async(codes + index * window + at,
+                       args.scales + (size_t)(slab_of(index) / 2) * args.scale_stride + window_first + at);
+        }
+    }
     // The first weights are on their way before anything is waited for.
     uint4 ring[DEPTH][VECTORS];
     if (team < mine) {
-        const uint4* from = weights_of(team);
+        const uint4* from = args.weights + weights_of(team);
 #pragma unroll
         for (int i = 0; i < DEPTH; i++)
             if (WHOLE || i < phase_blocks)
 #pragma unroll
                 for (int v = 0; v < VECTORS; v++) ring[i][v] = load_once(from + (i * VECTORS + v) * 32);
     }
-    if (Format::SCALED) {
-        for (int index = 0; index < mine; index++) {
-            const u8* scales = args.scales + (size_t)(slab_of(index) / 2) * args.blocks + staged_first;
-            for (int block = threadIdx.x; block < staged_blocks; block += blockDim.x)
-                factors[index * staged_blocks + block] = power_pair((u32)scales[block] + 120);
-        }
-    }
+    if (FOLD == CLUSTER) arrive_in_cluster();
     let_next_start();
     wait_for_inputs();
 
@@ -148,108 +206,93 @@ __device__ __forceinline__ void slab_linear(const LinearArgs& args) {
 #pragma unroll
                     for (int i = 0; i < 4; i++) acc[tile][i] = 0.0f;
             }
-            const uint4* here = weights_of(index) + (size_t)phase * phase_blocks * VECTORS * 32;
+            const u32 here = weights_of(index) + phase * phase_blocks * (VECTORS * 32);
             const bool last_phase = phase + 1 == args.phases;
             const bool more = !last_phase || index + teams < mine;
-            const uint4* next = last_phase ? (more ? weights_of(index + teams) : here)
-                                           : here + (size_t)phase_blocks * VECTORS * 32;
-            const u32* factor = factors + index * staged_blocks + first_block - staged_first;
+            const u32 next = !last_phase ? here + phase_blocks * (VECTORS * 32) : more ? weights_of(index + teams) : here;
+            const u8* code = (const u8*)codes + index * window + first_block - window_first;
             const char* input = staged + (size_t)(first_block - staged_first) * tiles * 512 + lane * 16;
-            for (int block = 0; block < phase_blocks; block += DEPTH) {
-                const bool inside = block + DEPTH < phase_blocks;
-                const uint4* from = inside ? here + (size_t)(block + DEPTH) * VECTORS * 32 : next;
-                const int room = inside ? phase_blocks - block - DEPTH : phase_blocks;
-                const bool refill = inside || more;
+            // One loop, unrolled for each tile count: without a branch in it the next blocks' decoding overlaps this one's steps.
+            const auto run = [&](auto tag) {
+                constexpr int TILES = decltype(tag)::COUNT;
+                for (int block = 0; block < phase_blocks; block += DEPTH) {
+                    const bool inside = block + DEPTH < phase_blocks;
+                    const uint4* from = args.weights + (inside ? here + (block + DEPTH) * (VECTORS * 32) : next);
+                    const int room = inside ? phase_blocks - block - DEPTH : phase_blocks;
+                    const bool refill = inside || more;
 #pragma unroll
-                for (int i = 0; i < DEPTH; i++) {
-                    if (WHOLE || block + i < phase_blocks) {
+                    for (int i = 0; i < DEPTH; i++) {
                         u32 a[8];
-                        Format::decode(ring[i], Format::SCALED ? factor[block + i] : 0, a);
+                        const bool present = WHOLE || block + i < phase_blocks;
+                        if (present) Format::decode(ring[i], Format::SCALED ? power_pair(code[block + i], 120) : 0, a);
                         if (refill && (WHOLE || i < room))
 #pragma unroll
                             for (int v = 0; v < VECTORS; v++) ring[i][v] = load_once(from + (i * VECTORS + v) * 32);
+                        if (!present) continue;
 #pragma unroll
-                        for (int tile = 0; tile < 4; tile++) {
-                            if (tile < tiles) {
-                                const uint4 b = *(const uint4*)(input + tile * 512);
-                                mma_k16(acc[tile], a[0], a[1], a[2], a[3], b.x, b.y);
-                                mma_k16(acc[tile], a[4], a[5], a[6], a[7], b.z, b.w);
-                            }
+                        for (int tile = 0; tile < TILES; tile++) {
+                            // With several tiles the branch keeps decoding from running so far ahead that registers spill.
+                            if (TILES > 1 && tile >= tiles) continue;
+                            const uint4 b = *(const uint4*)(input + tile * 512);
+                            mma_k16(acc[tile], a[0], a[1], a[2], a[3], b.x, b.y);
+                            mma_k16(acc[tile], a[4], a[5], a[6], a[7], b.z, b.w);
                         }
                         input += tiles * 512;
-                    } else if (refill && i < room) {
-#pragma unroll
-                        for (int v = 0; v < VECTORS; v++) ring[i][v] = load_once(from + (i * VECTORS + v) * 32);
+                        // Two blocks are enough to run ahead; more would spill registers.
+                        if (i % 2 == 1) asm volatile("" ::: "memory");
                     }
                 }
-            }
+            };
+            if (!Format::ARGMAX && tiles == 1) run(Tiles<1>());
+            else if (!Format::ARGMAX && tiles == 2) run(Tiles<2>());
+            else run(Tiles<4>());
         }
+        if (FOLD == CLUSTER && round == 0) wait_for_cluster();
         if (index >= mine) continue;
-        const int slab = slab_of(index), g = lane / 4, t = lane % 4;
-        if (args.chunks > 1) {
-            float4* partials;
-            if (APART) {
-                partials = args.partials + (size_t)slab * args.chunks * tiles * 32 + lane;
-            } else {
-                // Two sets in turn: who folds one may be late while the others fill the other.
-                partials = sums + (round & 1) * args.chunks * tiles * 32 + lane;
-            }
-#pragma unroll
-            for (int tile = 0; tile < 4; tile++) {
-                if (tile < tiles) {
-                    const float4 v = make_float4(acc[tile][0], acc[tile][1], acc[tile][2], acc[tile][3]);
-                    if (APART) store_shared_value(partials + (chunk * tiles + tile) * 32, v);
-                    else partials[(chunk * tiles + tile) * 32] = v;
-                }
-            }
-            if (APART) {
-                __syncwarp();
-                u32 arrived = 0;
-                if (lane == 0) arrived = arrive(args.counters + slab);
-                arrived = __shfl_sync(~0u, arrived, 0);
-                if (arrived + 1 != (u32)args.chunks) continue;
-                // The last to arrive adds all chunks in their order, whoever it is.
-                if (lane == 0) args.counters[slab] = 0;
-            } else {
-                barrier(1 + team, team_warps * 32);
-                if (round % team_warps != chunk) continue;
-            }
-#pragma unroll
-            for (int tile = 0; tile < 4; tile++) {
-                if (tile < tiles) {
-                    const auto read = [&](int c) {
-                        const float4* from = partials + (c * tiles + tile) * 32;
-                        return APART ? load_shared_value(from) : *from;
-                    };
-                    float4 sum = read(0);
-#pragma unroll 2
-                    for (int c = 1; c < args.chunks; c++) {
-                        const float4 v = read(c);
-                        sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
-                    }
-                    acc[tile][0] = sum.x, acc[tile][1] = sum.y, acc[tile][2] = sum.z, acc[tile][3] = sum.w;
-                }
-            }
+        const int slab = slab_of(index);
+        if (args.chunks == 1) {
+            finish(slab, acc, best);
+            continue;
         }
-        const int row0 = slab * 16 + g;
+        float4* to;
+        if (FOLD == TOGETHER) to = sums + (size_t)(team * 2 + (round & 1)) * args.chunks * tiles * 32;
+        else if (FOLD == CLUSTER) to = sums + (size_t)(index / args.chunks) * args.chunks * tiles * 32;
+        else to = args.partials + (size_t)slab * args.chunks * tiles * 32;
 #pragma unroll
         for (int tile = 0; tile < 4; tile++) {
             if (tile < tiles) {
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const int token = tile * 8 + 2 * t + (i & 1), row = row0 + (i >> 1) * 8;
-                    if (token >= args.rows) continue;
-                    if (args.out) {
-                        const size_t at = (size_t)token * args.out_stride + row;
-                        if (args.out_is_bf16) ((u16*)args.out)[at] = f32_to_bf16(acc[tile][i]);
-                        else ((float*)args.out)[at] = acc[tile][i];
-                    }
-                    if (Format::ARGMAX) {
-                        const u64 key = (u64)order_key(acc[tile][i]) << 32 | (u32)~row;
-                        best[tile][i & 1] = best_of(best[tile][i & 1], key);
-                    }
-                }
+                const float4 v = make_float4(acc[tile][0], acc[tile][1], acc[tile][2], acc[tile][3]);
+                float4* at = to + (chunk * tiles + tile) * 32 + lane;
+                if (FOLD == TOGETHER) *at = v;
+                else if (FOLD == CLUSTER) store_in_cluster(at, index % args.chunks, v);
+                else store_shared_value(at, v);
             }
+        }
+        if (FOLD == CLUSTER) continue;
+        if (FOLD == TOGETHER) {
+            // Two sets of sums in turn: who folds one may be late while the others fill the other.
+            barrier(1 + team, team_warps * 32);
+            if (round % team_warps != chunk) continue;
+        } else {
+            __syncwarp();
+            u32 arrived = 0;
+            if (lane == 0) arrived = arrive(args.counters + slab);
+            arrived = __shfl_sync(~0u, arrived, 0);
+            if (arrived + 1 != (u32)args.chunks) continue;
+            // The last to arrive adds all chunks in their order, whoever it is.
+            if (lane == 0) args.counters[slab] = 0;
+        }
+        fold(to, acc);
+        finish(slab, acc, best);
+    }
+    if (FOLD == CLUSTER) {
+        // A block without slabs has not waited yet.
+        if (rounds == 0) wait_for_cluster();
+        arrive_in_cluster();
+        wait_for_cluster();
+        for (int index = chunk + warp * args.chunks; index < mine; index += teams * args.chunks) {
+            fold(sums + (size_t)(index / args.chunks) * args.chunks * tiles * 32, acc);
+            finish(slab_of(index), acc, best);
         }
     }
     if constexpr (Format::ARGMAX) {

@@ -86,7 +86,49 @@ __device__ __forceinline__ void copy_async(char* to, const void* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" : : "r"(address), "l"(from) : "memory");
 }
 
+// The same for sixteen bytes that pass the first-level cache by, and for four.
+__device__ __forceinline__ void copy_async_16(char* to, const void* from) {
+    const u32 address = (u32)__cvta_generic_to_shared(to);
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" : : "r"(address), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void copy_async_4(char* to, const void* from) {
+    const u32 address = (u32)__cvta_generic_to_shared(to);
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" : : "r"(address), "l"(from) : "memory");
+}
+
+// Copies since the last call become a group; then until at most PENDING groups are on their way.
+__device__ __forceinline__ void end_copy_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int PENDING>
+__device__ __forceinline__ void wait_for_copy_groups() { asm volatile("cp.async.wait_group %0;" : : "n"(PENDING) : "memory"); }
+
 __device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Shared memory of another block of the same cluster, and the barrier of all blocks of a cluster.
+__device__ __forceinline__ void store_in_cluster(float4* to, u32 rank, float4 v) {
+#if __CUDA_ARCH__ >= 900
+    const u32 own = (u32)__cvta_generic_to_shared(to);
+    u32 address;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(own), "r"(rank));
+    asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};"
+                 :
+                 : "r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+                 : "memory");
+#endif
+}
+
+__device__ __forceinline__ void arrive_in_cluster() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ void wait_for_cluster() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+}
 
 // A barrier of `threads` threads; 0 is that of the whole block.
 __device__ __forceinline__ void barrier(u32 index, u32 threads) {
@@ -119,5 +161,11 @@ __device__ __forceinline__ void decode_fp4(u32 word, u32 factor0, u32 factor1, u
     pair[3] = mul_bf16x2(((word << 1) & 0x80008000u) | ((word >> 3) & 0x01800180u) | ((word >> 7) & 0x00400040u), factor1);
 }
 
-// A power of two as bf16 in both halves: `field` is its exponent field.
-__device__ __forceinline__ u32 power_pair(u32 field) { return field * 0x00800080u; }
+// 2^(code - 127 + bias) as bf16 in both halves; the sum of code and bias is the exponent field.
+__device__ __forceinline__ u32 power_pair(u32 code, u32 bias) { return code * 0x00800080u + bias * 0x00800080u; }
+
+// The same for one byte of a word.
+template <int BYTE>
+__device__ __forceinline__ u32 power_pair_of(u32 word, u32 bias) {
+    return __byte_perm(word, 0, 0x4040 + BYTE * 0x0101) * 128u + bias * 0x00800080u;
+}
