@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use tf_device::Queue;
 use tf_kernels::contract::{Control, Fault, Fill, Gate, Outcome, Pick, Plant, Stage, Tamper, World};
@@ -138,6 +139,19 @@ impl Probe<'_> {
     }
 }
 
+/// Launches that run just now, on any thread.
+static RUNNING: AtomicUsize = AtomicUsize::new(0);
+
+/// Keeps panics inside launches from being printed: each is caught and told as a failure. Others are printed as ever.
+pub fn quiet_launches() {
+    let print = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |info| {
+        if RUNNING.load(Ordering::Relaxed) == 0 {
+            print(info);
+        }
+    }));
+}
+
 /// One launch on a given queue.
 pub fn launch_on(
     world: &dyn World,
@@ -154,7 +168,10 @@ pub fn launch_on(
         world.launch(&mut stage, picks, planted.fault)?;
         Ok(stage.finish(picks))
     });
-    match catch_unwind(run) {
+    RUNNING.fetch_add(1, Ordering::Relaxed);
+    let result = catch_unwind(run);
+    RUNNING.fetch_sub(1, Ordering::Relaxed);
+    match result {
         Ok(Ok(outcome)) => Ok(outcome),
         Ok(Err(refusal)) => Err(Failure::Broken(refusal)),
         Err(panic) => {
