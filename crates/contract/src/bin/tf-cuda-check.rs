@@ -124,6 +124,146 @@ fn in_parallel<T: Send + Default + Clone>(count: usize, work: impl Fn(usize) -> 
     results
 }
 
+/// A weight of the operator's shape: packed, its packed scales, and every weight as bf16.
+fn random_weight(operator: &Operator, random: &mut Random) -> Result<(Vec<u8>, Vec<u8>, Vec<u16>)> {
+    let (rows, columns) = (operator.weight_rows, operator.columns);
+    let scales: Vec<u8>;
+    let (packed, packed_scales, weights): (Vec<u8>, Vec<u8>, Vec<u16>);
+    match operator.format {
+        Format::Fp8 => {
+            let codes: Vec<u8> = (0..rows * columns)
+                .map(|_| random.next() as u8)
+                .map(|code| if code & 0x7f == 0x7f { code ^ 1 } else { code })
+                .collect();
+            scales = (0..rows.div_ceil(32) * columns / 32)
+                .map(|_| if random.below(40) == 0 { 3 + random.below(132) as u8 } else { 112 + random.below(12) as u8 })
+                .collect();
+            let both = linear_fp8::pack_cuda::pack(&codes, &scales, rows, columns)?;
+            (packed, packed_scales) = (both.codes, both.scales);
+            weights = in_parallel(rows, |row| -> Vec<u16> {
+                let value = |column: usize| {
+                    let scale = fp8::decode_e8m0(scales[row / 32 * (columns / 32) + column / 32]);
+                    bf16::from_f32(fp8::decode_e4m3(codes[row * columns + column]) * scale)
+                };
+                (0..columns).map(value).collect()
+            })
+            .concat();
+        }
+        Format::Bf16 | Format::Head => {
+            weights = (0..rows * columns).map(|_| random.bf16(112, 126)).collect();
+            let bytes: Vec<u8> = weights.iter().flat_map(|value| value.to_le_bytes()).collect();
+            (packed, packed_scales) = (linear_bf16::pack_cuda::pack(&bytes, rows, columns)?, vec![0]);
+        }
+    }
+    Ok((packed, packed_scales, weights))
+}
+
+fn read_outputs(out: &GpuBuffer, count: usize, is_bf16: bool) -> Result<Vec<f32>> {
+    if is_bf16 {
+        let mut bits = vec![0_u16; count];
+        out.read(0, &mut bits)?;
+        return Ok(bits.into_iter().map(bf16::to_f32).collect());
+    }
+    let mut values = vec![0.0_f32; count];
+    out.read(0, &mut values)?;
+    Ok(values)
+}
+
+/// The index of the largest value of a pool row, ties to the lowest; 0 where all are NaN.
+fn winner(expected: &[Vec<f32>], pool_index: usize) -> usize {
+    let mut best: Option<(usize, f32)> = None;
+    for (column, values) in expected.iter().enumerate() {
+        let value = values[pool_index];
+        if !value.is_nan() && best.is_none_or(|(_, most)| value > most) {
+            best = Some((column, value));
+        }
+    }
+    best.map_or(0, |(column, _)| column)
+}
+
+/// Every way of folding that the operator has, with and without overlap.
+fn checked_tunings(operator: &Operator) -> Vec<Tuning> {
+    let folds = [Fold::Together, Fold::Cluster, Fold::Apart];
+    let mut tunings = folds.map(|fold| Tuning { fold: Some(fold), ..Tuning::default() }).to_vec();
+    tunings.push(Tuning { overlap: false, ..Tuning::default() });
+    if operator.chunk_count() == 1 {
+        tunings.truncate(1);
+    }
+    tunings
+}
+
+/// The checkpoint's tensors of each expert, and all experts packed: codes and scales, up and down.
+fn random_experts(sizes: Sizes, random: &mut Random) -> Result<(Vec<[Vec<u8>; 6]>, [Vec<u8>; 4])> {
+    let Sizes { hidden, intermediate, experts } = sizes;
+    let mut tensors: Vec<[Vec<u8>; 6]> = Vec::new();
+    let mut packed: [Vec<u8>; 4] = Default::default();
+    for _ in 0..experts {
+        let expert: [Vec<u8>; 6] = std::array::from_fn(|index| {
+            let count = hidden * intermediate / if index % 2 == 0 { 2 } else { 32 };
+            let byte = |random: &mut Random| if index % 2 == 0 { random.next() } else { 112 + random.below(9) } as u8;
+            (0..count).map(|_| byte(random)).collect()
+        });
+        let [w1, w1_scale, w3, w3_scale, w2, w2_scale] = &expert;
+        let bytes = moe_experts::ExpertBytes { w1, w1_scale, w3, w3_scale, w2, w2_scale };
+        let (up, down) = moe_experts::pack_cuda::pack(bytes, hidden, intermediate)?;
+        for (all, one) in packed.iter_mut().zip([up.codes, up.scales, down.codes, down.scales]) {
+            all.extend(one);
+        }
+        tensors.push(expert);
+    }
+    Ok((tensors, packed))
+}
+
+/// The routing weight of a pool row's pick.
+fn weight_of(row: usize, expert: usize) -> f32 {
+    0.05 + ((row * 7 + expert * 3) % 16) as f32 / 9.0
+}
+
+/// The mirror: `[expert * hidden + output][pool row]`.
+fn expert_mirror(sizes: Sizes, tensors: &[[Vec<u8>; 6]], pool: &[Vec<u16>], limit: f32) -> Vec<Vec<f32>> {
+    let Sizes { hidden, intermediate, experts } = sizes;
+    let dequantised = |codes: &[u8], scales: &[u8], row: usize, columns: usize| -> Vec<u16> {
+        let value = |column: usize| {
+            let byte = codes[(row * columns + column) / 2];
+            let code = if column.is_multiple_of(2) { byte & 15 } else { byte >> 4 };
+            let scale = fp8::decode_e8m0(scales[(row * columns + column) / 32]);
+            bf16::from_f32(mxfp4::E2M1[usize::from(code)] * scale)
+        };
+        (0..columns).map(value).collect()
+    };
+    // The mirror for every (pool row, expert).
+    let count = 32 * experts;
+    let up = in_parallel(experts * intermediate, |index| -> Vec<f32> {
+        let (expert, row) = (index / intermediate, index % intermediate);
+        let [w1, w1_scale, w3, w3_scale, ..] = &tensors[expert];
+        let (w1, w3) = (dequantised(w1, w1_scale, row, hidden), dequantised(w3, w3_scale, row, hidden));
+        let round = |value: f32| bf16::to_f32(bf16::from_f32(value));
+        let dot = |x: &[u16], w: &[u16]| round(fma16::chunked_dot(x, w, chunks::EXPERT_UP));
+        let activate = |(index, x): (usize, &Vec<u16>)| {
+            let (gate, up) = (dot(x, &w1), dot(x, &w3));
+            // As the CPU's minimum and maximum: the second where one is NaN.
+            let gate = if limit < gate { limit } else { gate };
+            let up = if -limit > up { -limit } else { up };
+            let up = if limit < up { limit } else { up };
+            round(math::silu(gate) * up * weight_of(index, expert))
+        };
+        pool.iter().enumerate().map(activate).collect()
+    });
+    let activations = in_parallel(count, |index| -> Vec<u16> {
+        let (row, expert) = (index / experts, index % experts);
+        let mut values: Vec<f32> = (0..intermediate).map(|i| up[expert * intermediate + i][row]).collect();
+        qdq::round_row(Level::best(), qdq::Format::Fp8, &mut values);
+        values.into_iter().map(bf16::from_f32).collect()
+    });
+    in_parallel(experts * hidden, |index| -> Vec<f32> {
+        let (expert, row) = (index / hidden, index % hidden);
+        let [.., w2, w2_scale] = &tensors[expert];
+        let w2 = dequantised(w2, w2_scale, row, intermediate);
+        let dot = |x: &[u16]| fma16::chunked_dot(x, &w2, chunks::EXPERT_DOWN);
+        (0..32).map(|row| bf16::to_f32(bf16::from_f32(dot(&activations[row * experts + expert])))).collect()
+    })
+}
+
 /// Equal bits, or both NaN: the payload of a NaN is not part of the definition.
 fn same(a: f32, b: f32) -> bool {
     a.to_bits() == b.to_bits() || (a.is_nan() && b.is_nan())
@@ -267,41 +407,7 @@ impl Session {
         let Named { name, operator, pool } = named;
         let (rows, columns, pool) = (operator.weight_rows, operator.columns, *pool);
         let mut random = Random(rows as u64 * 31 + columns as u64);
-        let scales: Vec<u8>;
-        let (packed, packed_scales, weights): (Vec<u8>, Vec<u8>, Vec<u16>);
-        match operator.format {
-            Format::Fp8 => {
-                let codes: Vec<u8> = (0..rows * columns)
-                    .map(|_| random.next() as u8)
-                    .map(|code| if code & 0x7f == 0x7f { code ^ 1 } else { code })
-                    .collect();
-                scales =
-                    (0..rows.div_ceil(32) * columns / 32)
-                        .map(|_| {
-                            if random.below(40) == 0 {
-                                3 + random.below(132) as u8
-                            } else {
-                                112 + random.below(12) as u8
-                            }
-                        })
-                        .collect();
-                let both = linear_fp8::pack_cuda::pack(&codes, &scales, rows, columns)?;
-                (packed, packed_scales) = (both.codes, both.scales);
-                weights = in_parallel(rows, |row| -> Vec<u16> {
-                    let value = |column: usize| {
-                        let scale = fp8::decode_e8m0(scales[row / 32 * (columns / 32) + column / 32]);
-                        bf16::from_f32(fp8::decode_e4m3(codes[row * columns + column]) * scale)
-                    };
-                    (0..columns).map(value).collect()
-                })
-                .concat();
-            }
-            Format::Bf16 | Format::Head => {
-                weights = (0..rows * columns).map(|_| random.bf16(112, 126)).collect();
-                let bytes: Vec<u8> = weights.iter().flat_map(|value| value.to_le_bytes()).collect();
-                (packed, packed_scales) = (linear_bf16::pack_cuda::pack(&bytes, rows, columns)?, vec![0]);
-            }
-        }
+        let (packed, packed_scales, weights) = random_weight(operator, &mut random)?;
         let width = operator.groups * columns;
         let pool_rows: Vec<Vec<u16>> = (0..pool).map(|index| pool_row(index, width, &mut random)).collect();
         let group_rows = rows / operator.groups;
@@ -319,14 +425,7 @@ impl Session {
             let x: Vec<u16> = chosen.iter().flat_map(|index| pool_rows[*index].iter().copied()).collect();
             let x_device = GpuBuffer::from_slice(&self.gpu, &x)?;
             let index_device = GpuBuffer::from_slice(&self.gpu, &vec![u32::MAX; row_count])?;
-            // Every way of folding that the operator has, with and without overlap.
-            let mut tunings: Vec<Tuning> = [Fold::Together, Fold::Cluster, Fold::Apart]
-                .map(|fold| Tuning { fold: Some(fold), ..Tuning::default() })
-                .to_vec();
-            tunings.push(Tuning { overlap: false, ..Tuning::default() });
-            if operator.chunk_count() == 1 {
-                tunings.truncate(1);
-            }
+            let tunings = checked_tunings(operator);
             for (out_is_bf16, tuning) in tunings.iter().flat_map(|tuning| [(false, tuning), (true, tuning)]) {
                 let out_device = GpuBuffer::from_slice(&self.gpu, &vec![f32::MAX; row_count * rows])?;
                 let to = Addresses {
@@ -341,15 +440,7 @@ impl Session {
                 for _ in 0..2 {
                     self.linears.launch(&self.gpu, operator, row_count, to, *tuning)?;
                 }
-                let found: Vec<f32> = if out_is_bf16 {
-                    let mut bits = vec![0_u16; row_count * rows];
-                    out_device.read(0, &mut bits)?;
-                    bits.into_iter().map(bf16::to_f32).collect()
-                } else {
-                    let mut values = vec![0.0_f32; row_count * rows];
-                    out_device.read(0, &mut values)?;
-                    values
-                };
+                let found = read_outputs(&out_device, row_count * rows, out_is_bf16)?;
                 for (row, pool_index) in chosen.iter().enumerate() {
                     for column in 0..rows {
                         let exact = expected[column][*pool_index];
@@ -364,15 +455,7 @@ impl Session {
                 let mut found = vec![0_u32; row_count];
                 index_device.read(0, &mut found)?;
                 for (row, pool_index) in chosen.iter().enumerate() {
-                    let mut best: Option<(usize, f32)> = None;
-                    for (column, values) in expected.iter().enumerate() {
-                        let value = values[*pool_index];
-                        if !value.is_nan() && best.is_none_or(|(_, most)| value > most) {
-                            best = Some((column, value));
-                        }
-                    }
-                    // Where all are NaN the kernel answers with its first.
-                    let expected = best.map_or(0, |(column, _)| column);
+                    let expected = winner(&expected, *pool_index);
                     winners.add(found[row] as f32, expected as f32, || format!("argmax, R={row_count}, row {row}"));
                 }
             }
@@ -387,66 +470,10 @@ impl Session {
     fn check_experts(&mut self, name: &str, sizes: Sizes) -> Result<()> {
         let Sizes { hidden, intermediate, experts } = sizes;
         let mut random = Random(hidden as u64);
-        let mut tensors: Vec<[Vec<u8>; 6]> = Vec::new();
-        let mut packed: [Vec<u8>; 4] = Default::default();
-        for _ in 0..experts {
-            let expert: [Vec<u8>; 6] = std::array::from_fn(|index| {
-                let count = hidden * intermediate / if index % 2 == 0 { 2 } else { 32 };
-                let byte =
-                    |random: &mut Random| if index % 2 == 0 { random.next() } else { 112 + random.below(9) } as u8;
-                (0..count).map(|_| byte(&mut random)).collect()
-            });
-            let [w1, w1_scale, w3, w3_scale, w2, w2_scale] = &expert;
-            let bytes = moe_experts::ExpertBytes { w1, w1_scale, w3, w3_scale, w2, w2_scale };
-            let (up, down) = moe_experts::pack_cuda::pack(bytes, hidden, intermediate)?;
-            for (all, one) in packed.iter_mut().zip([up.codes, up.scales, down.codes, down.scales]) {
-                all.extend(one);
-            }
-            tensors.push(expert);
-        }
-        let dequantised = |codes: &[u8], scales: &[u8], row: usize, columns: usize| -> Vec<u16> {
-            let value = |column: usize| {
-                let byte = codes[(row * columns + column) / 2];
-                let code = if column.is_multiple_of(2) { byte & 15 } else { byte >> 4 };
-                let scale = fp8::decode_e8m0(scales[(row * columns + column) / 32]);
-                bf16::from_f32(mxfp4::E2M1[usize::from(code)] * scale)
-            };
-            (0..columns).map(value).collect()
-        };
+        let (tensors, packed) = random_experts(sizes, &mut random)?;
         let pool: Vec<Vec<u16>> = (0..32).map(|index| pool_row(index, hidden, &mut random)).collect();
         let limit = 10.0_f32;
-        let weight_of = |row: usize, expert: usize| 0.05 + ((row * 7 + expert * 3) % 16) as f32 / 9.0;
-        // The mirror for every (pool row, expert).
-        let count = 32 * experts;
-        let up = in_parallel(experts * intermediate, |index| -> Vec<f32> {
-            let (expert, row) = (index / intermediate, index % intermediate);
-            let [w1, w1_scale, w3, w3_scale, ..] = &tensors[expert];
-            let (w1, w3) = (dequantised(w1, w1_scale, row, hidden), dequantised(w3, w3_scale, row, hidden));
-            let round = |value: f32| bf16::to_f32(bf16::from_f32(value));
-            let dot = |x: &[u16], w: &[u16]| round(fma16::chunked_dot(x, w, chunks::EXPERT_UP));
-            let activate = |(index, x): (usize, &Vec<u16>)| {
-                let (gate, up) = (dot(x, &w1), dot(x, &w3));
-                // As the CPU's minimum and maximum: the second where one is NaN.
-                let gate = if limit < gate { limit } else { gate };
-                let up = if -limit > up { -limit } else { up };
-                let up = if limit < up { limit } else { up };
-                round(math::silu(gate) * up * weight_of(index, expert))
-            };
-            pool.iter().enumerate().map(activate).collect()
-        });
-        let activations = in_parallel(count, |index| -> Vec<u16> {
-            let (row, expert) = (index / experts, index % experts);
-            let mut values: Vec<f32> = (0..intermediate).map(|i| up[expert * intermediate + i][row]).collect();
-            qdq::round_row(Level::best(), qdq::Format::Fp8, &mut values);
-            values.into_iter().map(bf16::from_f32).collect()
-        });
-        let outputs = in_parallel(experts * hidden, |index| -> Vec<f32> {
-            let (expert, row) = (index / hidden, index % hidden);
-            let [.., w2, w2_scale] = &tensors[expert];
-            let w2 = dequantised(w2, w2_scale, row, intermediate);
-            let dot = |x: &[u16]| fma16::chunked_dot(x, &w2, chunks::EXPERT_DOWN);
-            (0..32).map(|row| bf16::to_f32(bf16::from_f32(dot(&activations[row * experts + expert])))).collect()
-        });
+        let outputs = expert_mirror(sizes, &tensors, &pool, limit);
         let device: Vec<GpuBuffer> =
             packed.iter().map(|bytes| GpuBuffer::from_slice(&self.gpu, bytes)).collect::<Result<_, _>>()?;
         let mut tally = Tally::default();
@@ -620,6 +647,34 @@ impl Session {
         }
         Ok(())
     }
+
+    /// Every operator and the experts: the chosen launches at all row counts, or all launches at some.
+    fn time_all(&mut self, operators: &[Named], sweep: bool) -> Result<()> {
+        println!("| op | rows | launch | us | least-most | GB/s | floor us | of 4.3 TB/s | of 4.657 TB/s |");
+        println!("| --- | --- | --- | --- | --- | --- | --- | --- | --- |");
+        let skipped = ["odd", "small", "odd bf16"];
+        let mut tunings = vec![Tuning::default()];
+        let mut teams = vec![ExpertTuning::default()];
+        if sweep {
+            tunings.clear();
+            let plain = Tuning::default();
+            tunings
+                .extend([Fold::Together, Fold::Cluster, Fold::Apart].map(|fold| Tuning { fold: Some(fold), ..plain }));
+            tunings.push(Tuning { overlap: false, ..plain });
+            teams = [4, 5].map(|teams| ExpertTuning { teams, overlap: true }).to_vec();
+            teams.push(ExpertTuning { overlap: false, ..ExpertTuning::default() });
+        }
+        let row_counts: &[usize] = if sweep { &[1, 16] } else { &TIMED_ROWS };
+        for named in operators {
+            if self.wants(named.name) && !skipped.contains(&named.name) {
+                self.time_linear(named, row_counts, &tunings)?;
+            }
+        }
+        if self.wants("experts") {
+            self.time_experts(if sweep { &[1, 6, 16] } else { &[1, 2, 4, 6, 8, 16, 32] }, &teams)?;
+        }
+        Ok(())
+    }
 }
 
 /// Pairs in the order of (expert, row).
@@ -731,29 +786,7 @@ fn main() -> Result<()> {
         }
     }
     if has("time") || has("sweep") {
-        println!("| op | rows | launch | us | least-most | GB/s | floor us | of 4.3 TB/s | of 4.657 TB/s |");
-        println!("| --- | --- | --- | --- | --- | --- | --- | --- | --- |");
-        let skipped = ["odd", "small", "odd bf16"];
-        let mut tunings = vec![Tuning::default()];
-        let mut teams = vec![ExpertTuning::default()];
-        if has("sweep") {
-            tunings.clear();
-            let plain = Tuning::default();
-            tunings
-                .extend([Fold::Together, Fold::Cluster, Fold::Apart].map(|fold| Tuning { fold: Some(fold), ..plain }));
-            tunings.push(Tuning { overlap: false, ..plain });
-            teams = [4, 5].map(|teams| ExpertTuning { teams, overlap: true }).to_vec();
-            teams.push(ExpertTuning { overlap: false, ..ExpertTuning::default() });
-        }
-        let row_counts: &[usize] = if has("sweep") { &[1, 16] } else { &TIMED_ROWS };
-        for named in &operators {
-            if session.wants(named.name) && !skipped.contains(&named.name) {
-                session.time_linear(named, row_counts, &tunings)?;
-            }
-        }
-        if session.wants("experts") {
-            session.time_experts(if has("sweep") { &[1, 6, 16] } else { &[1, 2, 4, 6, 8, 16, 32] }, &teams)?;
-        }
+        session.time_all(&operators, has("sweep"))?;
     }
     if let Some(path) = out {
         let mut file = fs::File::create(&path).with_context(|| path.clone())?;

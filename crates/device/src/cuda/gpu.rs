@@ -97,11 +97,7 @@ impl Gpu {
             check("cuDeviceGetAttribute", unsafe { sys::cuDeviceGetAttribute(&mut value, which, device) })?;
             Ok(value)
         };
-        let mut name = [0_u8; 128];
-        // SAFETY: the driver writes at most the given length, terminator included.
-        check("cuDeviceGetName", unsafe { sys::cuDeviceGetName(name.as_mut_ptr().cast(), name.len() as i32, device) })?;
-        let length = name.iter().position(|byte| *byte == 0).unwrap_or(name.len());
-        let name = String::from_utf8_lossy(&name[..length]).into_owned();
+        let name = name_of(device)?;
         let capability = (
             attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
             attribute(Attribute::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
@@ -177,6 +173,14 @@ impl Gpu {
         // SAFETY: the stream lives as long as `inner`.
         check("cuStreamSynchronize", unsafe { sys::cuStreamSynchronize(self.inner.stream) })
     }
+}
+
+fn name_of(device: sys::CUdevice) -> Result<String, CudaError> {
+    let mut name = [0_u8; 128];
+    // SAFETY: the driver writes at most the given length, terminator included.
+    check("cuDeviceGetName", unsafe { sys::cuDeviceGetName(name.as_mut_ptr().cast(), name.len() as i32, device) })?;
+    let length = name.iter().position(|byte| *byte == 0).unwrap_or(name.len());
+    Ok(String::from_utf8_lossy(&name[..length]).into_owned())
 }
 
 /// Whether the kernels can run on such a device with such a driver.

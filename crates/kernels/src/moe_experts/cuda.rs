@@ -114,22 +114,13 @@ impl Experts {
             let chunk_blocks = (chunk / BLOCK).min(blocks);
             let chunk_count = blocks.div_ceil(chunk_blocks);
             let last = blocks - (chunk_count - 1) * chunk_blocks;
-            let fits = |depth: usize| chunk_blocks.is_multiple_of(depth) && last.is_multiple_of(depth);
             let staged_rows = rows.clamp(1, PASS);
             let staged_bytes = blocks * 2 * staged_rows * 64;
-            // The deepest kernel that takes these warps and leaves room for the inputs.
             let warps = tuning.teams.clamp(1, 15) * chunk_count;
-            let shared = |depth: usize| warps * (1024 + depth * SLOT) + staged_bytes;
-            let candidates: [(usize, usize, &str); 3] = match index {
-                0 => [(10, 20, "experts_up_10"), (5, 20, "experts_up_5"), (4, 20, "experts_up_any")],
-                _ => [(9, 20, "experts_down_9"), (3, 20, "experts_down_3"), (4, 20, "experts_down_any")],
-            };
             let room = gpu.shared_bytes_max.saturating_sub(1024);
-            let possible = |(depth, most, name): &&(usize, usize, &str)| {
-                warps <= *most && shared(*depth) <= room && (name.ends_with("any") || fits(*depth))
-            };
-            let (depth, _, name) = candidates.iter().find(possible).unwrap_or(&candidates[2]);
-            let kernel = self.kernels.iter().find(|kernel| kernel.name == *name);
+            let fits = |depth: usize| chunk_blocks.is_multiple_of(depth) && last.is_multiple_of(depth);
+            let (depth, name) = deepest(index == 0, warps, room, staged_bytes, fits);
+            let kernel = self.kernels.iter().find(|kernel| kernel.name == name);
             let kernel = kernel.ok_or_else(|| CudaError::NoKernel { kernel: name.to_string() })?;
             let refuse = |what, found: usize, max: usize| {
                 let (found, max) = (found as u64, max as u64);
@@ -159,7 +150,7 @@ impl Experts {
             let shape = Shape {
                 blocks: gpu.multiprocessors,
                 threads: warps * 32,
-                shared_bytes: shared(*depth),
+                shared_bytes: shared_bytes(warps, depth, staged_bytes),
                 cluster: 1,
                 overlap: tuning.overlap,
             };
@@ -167,4 +158,28 @@ impl Experts {
         }
         Ok(())
     }
+}
+
+/// Shared memory of a block: sums and rings of its warps, and the inputs.
+const fn shared_bytes(warps: usize, depth: usize, staged_bytes: usize) -> usize {
+    warps * (1024 + depth * SLOT) + staged_bytes
+}
+
+/// The deepest kernel that takes these warps and leaves room for the inputs.
+fn deepest(
+    up: bool,
+    warps: usize,
+    room: usize,
+    staged_bytes: usize,
+    fits: impl Fn(usize) -> bool,
+) -> (usize, &'static str) {
+    let candidates: [(usize, &str); 3] = if up {
+        [(10, "experts_up_10"), (5, "experts_up_5"), (4, "experts_up_any")]
+    } else {
+        [(9, "experts_down_9"), (3, "experts_down_3"), (4, "experts_down_any")]
+    };
+    let possible = |(depth, name): &&(usize, &str)| {
+        shared_bytes(warps, *depth, staged_bytes) <= room && (name.ends_with("any") || fits(*depth))
+    };
+    *candidates.iter().find(possible).unwrap_or(&candidates[2])
 }
