@@ -192,13 +192,16 @@ fn checked_tunings(operator: &Operator) -> Vec<Tuning> {
     tunings
 }
 
-/// The checkpoint's tensors of each expert, and all experts packed: codes and scales, up and down.
-fn random_experts(sizes: Sizes, random: &mut Random) -> Result<(Vec<[Vec<u8>; 6]>, [Vec<u8>; 4])> {
+/// The checkpoint's tensors of one expert: w1, its scale, w3, its scale, w2, its scale.
+type Tensors = [Vec<u8>; 6];
+
+/// The tensors of each expert, and all experts packed: codes and scales, up and down.
+fn random_experts(sizes: Sizes, random: &mut Random) -> Result<(Vec<Tensors>, [Vec<u8>; 4])> {
     let Sizes { hidden, intermediate, experts } = sizes;
-    let mut tensors: Vec<[Vec<u8>; 6]> = Vec::new();
+    let mut tensors: Vec<Tensors> = Vec::new();
     let mut packed: [Vec<u8>; 4] = Default::default();
     for _ in 0..experts {
-        let expert: [Vec<u8>; 6] = std::array::from_fn(|index| {
+        let expert: Tensors = std::array::from_fn(|index| {
             let count = hidden * intermediate / if index % 2 == 0 { 2 } else { 32 };
             let byte = |random: &mut Random| if index % 2 == 0 { random.next() } else { 112 + random.below(9) } as u8;
             (0..count).map(|_| byte(random)).collect()
@@ -220,7 +223,7 @@ fn weight_of(row: usize, expert: usize) -> f32 {
 }
 
 /// The mirror: `[expert * hidden + output][pool row]`.
-fn expert_mirror(sizes: Sizes, tensors: &[[Vec<u8>; 6]], pool: &[Vec<u16>], limit: f32) -> Vec<Vec<f32>> {
+fn expert_mirror(sizes: Sizes, tensors: &[Tensors], pool: &[Vec<u16>], limit: f32) -> Vec<Vec<f32>> {
     let Sizes { hidden, intermediate, experts } = sizes;
     let dequantised = |codes: &[u8], scales: &[u8], row: usize, columns: usize| -> Vec<u16> {
         let value = |column: usize| {
