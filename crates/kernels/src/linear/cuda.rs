@@ -216,7 +216,8 @@ impl Operator {
 
     fn staged(&self, rows: usize, gpu: &Gpu, fold: Fold, figures: [usize; 4], overlap: bool) -> Plan {
         let [members, warps, mine, sums] = figures;
-        let (chunks, row_bytes) = (self.chunk_count(), tiles(rows) * 512);
+        let chunks = self.chunk_count();
+        let input_bytes = |blocks: usize| tiles(rows) * 8 * (blocks * 64 + 32);
         let chunk_blocks = (self.chunk / BLOCK).min(self.blocks());
         let last = self.blocks() - (chunks - 1) * chunk_blocks;
         let (parts, staged) = match fold {
@@ -225,7 +226,7 @@ impl Operator {
         };
         let codes = if self.format == Format::Fp8 { mine * ((staged + 15) & !7) } else { 0 };
         let mut phases = 1;
-        while chunks == 1 && staged / phases * row_bytes + codes > gpu.shared_bytes_max.saturating_sub(1024) {
+        while chunks == 1 && input_bytes(staged / phases) + codes > gpu.shared_bytes_max.saturating_sub(1024) {
             phases += 1;
             while !staged.is_multiple_of(phases) {
                 phases += 1;
@@ -236,7 +237,7 @@ impl Operator {
             warps <= *most && (chunk_blocks / phases).is_multiple_of(*depth) && last.is_multiple_of(*depth)
         };
         let kernel = kernels.iter().find(fits).map_or(kernels[kernels.len() - 1].2, |(.., name)| name);
-        let sums_at = (staged / phases * row_bytes + codes).next_multiple_of(16);
+        let sums_at = (input_bytes(staged / phases) + codes).next_multiple_of(16);
         let cluster = if fold == Fold::Cluster { chunks } else { 1 };
         let shape =
             Shape { blocks: members * parts, threads: warps * 32, shared_bytes: sums_at + sums, cluster, overlap };

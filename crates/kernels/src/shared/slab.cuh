@@ -34,18 +34,15 @@ __device__ __forceinline__ u32 order_key(float value) {
 
 __device__ __forceinline__ u64 best_of(u64 a, u64 b) { return a > b ? a : b; }
 
-// Columns [32 * from, 32 * (from + count)) of every row into shared memory as the tensor core wants them: block, row
-// (tiles * 8), quarter t, 16 bytes = columns 4t..4t+3 of both k16 groups. Rows that no one asked for stay as they are: a
+// Bytes between staged rows: eight rows of four lanes' eight bytes meet every bank once.
+__device__ __forceinline__ int staged_stride(int blocks) { return blocks * 64 + 32; }
+
+// Columns [32 * from, 32 * (from + count)) of every row into shared memory. Rows that no one asked for stay as they are: a
 // column of the product depends on its own row only.
-__device__ __forceinline__ void stage_inputs(const LinearArgs& args, char* staged, int from, int count, int tiles) {
+__device__ __forceinline__ void stage_inputs(const LinearArgs& args, char* staged, int from, int count) {
     const u16* x = args.x + from * 32;
-    for (int row = 0; row < args.rows; row++, x += args.x_stride) {
-        for (int quad = threadIdx.x; quad < count * 4; quad += blockDim.x) {
-            char* to = staged + (size_t)(quad / 4 * tiles * 8 + row) * 64 + (quad & 1) * 32 + (quad >> 1 & 1) * 8;
-            copy_async(to, x + quad * 8);
-            copy_async(to + 16, x + quad * 8 + 4);
-        }
-    }
+    for (int row = 0; row < args.rows; row++, x += args.x_stride, staged += staged_stride(count))
+        for (int part = threadIdx.x; part < count * 4; part += blockDim.x) copy_async_16(staged + part * 16, x + part * 8);
     wait_for_copies();
 }
 
@@ -113,10 +110,11 @@ __device__ __forceinline__ void slab_linear(const LinearArgs& args) {
     const int staged_blocks = FOLD == TOGETHER ? args.blocks : chunk_blocks;
     const int mine = member < group_slabs ? (group_slabs - member + members - 1) / members : 0;
     const int rounds = (mine + teams - 1) / teams;
-    // Inputs [staged blocks of a phase, tiles * 8 rows, 64 bytes]; scale codes [mine, window]; sums: TOGETHER [teams, 2,
+    // Inputs [tiles * 8 rows, staged columns of a phase and 32 bytes]; scale codes [mine, window]; sums: TOGETHER [teams, 2,
     // chunks, tiles, 32], CLUSTER [slabs of this rank, chunks, tiles, 32].
     char* const staged = shared_bytes;
-    char* const codes = shared_bytes + (size_t)(staged_blocks / args.phases) * tiles * 512;
+    const int stride = staged_stride(staged_blocks / args.phases);
+    char* const codes = shared_bytes + tiles * 8 * stride;
     float4* const sums = (float4*)(shared_bytes + args.sums_at);
     const int window = (staged_blocks + 15) & ~7, window_first = staged_first & ~7;
 
@@ -196,7 +194,7 @@ __device__ __forceinline__ void slab_linear(const LinearArgs& args) {
             if (args.phases > 1 || round == 0) {
                 __syncthreads();
                 const int count = staged_blocks / args.phases;
-                stage_inputs(args, staged, group * args.blocks + staged_first + phase * count, count, tiles);
+                stage_inputs(args, staged, group * args.blocks + staged_first + phase * count, count);
                 __syncthreads();
             }
             if (index >= mine) continue;
@@ -211,7 +209,8 @@ __device__ __forceinline__ void slab_linear(const LinearArgs& args) {
             const bool more = !last_phase || index + teams < mine;
             const u32 next = !last_phase ? here + phase_blocks * (VECTORS * 32) : more ? weights_of(index + teams) : here;
             const u8* code = (const u8*)codes + index * window + first_block - window_first;
-            const char* input = staged + (size_t)(first_block - staged_first) * tiles * 512 + lane * 16;
+            // Lane (g, t) takes columns 4t..4t+3 of each k16 group of row g.
+            const char* input = staged + lane / 4 * stride + (first_block - staged_first) * 64 + lane % 4 * 8;
             // One loop, unrolled for each tile count: without a branch in it the next blocks' decoding overlaps this one's steps.
             const auto run = [&](auto tag) {
                 constexpr int TILES = decltype(tag)::COUNT;
@@ -233,11 +232,12 @@ __device__ __forceinline__ void slab_linear(const LinearArgs& args) {
                         for (int tile = 0; tile < TILES; tile++) {
                             // With several tiles the branch keeps decoding from running so far ahead that registers spill.
                             if (TILES > 1 && tile >= tiles) continue;
-                            const uint4 b = *(const uint4*)(input + tile * 512);
-                            mma_k16(acc[tile], a[0], a[1], a[2], a[3], b.x, b.y);
-                            mma_k16(acc[tile], a[4], a[5], a[6], a[7], b.z, b.w);
+                            const uint2 b0 = *(const uint2*)(input + tile * 8 * stride);
+                            const uint2 b1 = *(const uint2*)(input + tile * 8 * stride + 32);
+                            mma_k16(acc[tile], a[0], a[1], a[2], a[3], b0.x, b0.y);
+                            mma_k16(acc[tile], a[4], a[5], a[6], a[7], b1.x, b1.y);
                         }
-                        input += tiles * 512;
+                        input += 64;
                         // Two blocks are enough to run ahead; more would spill registers.
                         if (i % 2 == 1) asm volatile("" ::: "memory");
                     }
