@@ -555,9 +555,9 @@ pub const OPTIONS: &[OptionSpec] = &[
         "what goes to stderr"),
     option("log-format", choice(&["text", "json"]), S::Logs, ANY, DefaultValue::Is("text"),
         "form of log lines"),
-    option("access-log", ON_OFF, S::Logs, SERVE, OFF,
-        "one line a request")
-        .also(&[fixed("--disable-access-log", "off")]).later("the server writes no access log yet"),
+    option("access-log", ON_OFF, S::Logs, SERVE, DefaultValue::Is("on"),
+        "one line a request: id, method, path, status, time, label of the key")
+        .also(&[fixed("--disable-access-log", "off")]),
     option("log-requests", Kind::File, S::Logs, SERVE, OFF,
         "request bodies, for debugging")
         .also(&[same("--enable-log-requests")]).later("request bodies aren't logged yet"),

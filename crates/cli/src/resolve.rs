@@ -66,6 +66,12 @@ pub fn loading(arguments: &Arguments, shape: &Shape, memory: Option<Memory>) -> 
         other => other.map_or(ROUND_ROWS_AUTO, |rows| rows as u32),
     };
     let slots = flag_count(arguments, "parallel").map(|count| count as u32);
+    if let (crate::options::Command::Serve, Some(text)) = (arguments.command, chunk_text(arguments)) {
+        let is_count = text.parse::<u32>().is_ok_and(|rows| rows > 0);
+        if text != "auto" && !is_count {
+            mistakes.push(format!("--chunk {text} is no number of rows. Use 1 or more, or auto"));
+        }
+    }
     if !mistakes.is_empty() {
         return Err(Mistakes(mistakes));
     }
@@ -234,6 +240,10 @@ pub fn engine_limits(arguments: &Arguments, model: &ModelLimits, loading: &Loadi
     limits
 }
 
+fn chunk_text(arguments: &Arguments) -> Option<&str> {
+    crate::options::find(arguments.command, "chunk").and_then(|_| arguments.text("chunk"))
+}
+
 /// A number of seconds.
 pub fn seconds(arguments: &Arguments, flag: &str) -> Option<Duration> {
     Duration::try_from_secs_f64(arguments.number(flag)?).ok()
@@ -360,6 +370,8 @@ mod tests {
     fn what_does_not_fit_is_refused_with_figures_and_flag() {
         for (line, part) in [
             ("serve --context 8193", "--context 8193 is larger than this model's 8192 positions"),
+            ("serve --chunk abc", "--chunk abc is no number of rows"),
+            ("serve --chunk 0", "--chunk 0 is no number of rows"),
             ("serve --round-rows 5", "--round-rows 5 is fewer than one verify window of 6 rows"),
             ("serve --memory 1MiB", "the weights and activations need"),
             ("serve --memory 100MiB --parallel 1000", "one token for each of 1000 requests"),

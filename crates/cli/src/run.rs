@@ -32,7 +32,7 @@ const HELP: &str = "\
 /stats              figures of the last reply
 /bye                leaves; so does Ctrl-D
 \"\"\"                 opens and closes a text of several lines
-Ctrl-C stops a reply and keeps the conversation.
+Ctrl-C stops a reply and keeps the conversation; at the prompt it leaves.
 ";
 
 pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failure> {
@@ -273,6 +273,9 @@ impl Chat {
     }
 
     fn load(&mut self, file: &str) -> Result<(), String> {
+        if file.is_empty() {
+            return Err("/load FILE".to_owned());
+        }
         let text =
             std::fs::read_to_string(Path::new(file)).map_err(|error| format!("{file} can't be read: {error}"))?;
         let conversation: Json = serde_json::from_str(&text).map_err(|error| format!("{file} is no JSON: {error}"))?;
@@ -327,8 +330,19 @@ fn message_json(message: &Message) -> Json {
     match message {
         Message::System { content } => json!({"role": "system", "content": text(content)}),
         Message::User { content } => json!({"role": "user", "content": text(content)}),
-        Message::Assistant { content, reasoning, .. } => {
-            json!({"role": "assistant", "content": text(content), "reasoning_content": reasoning})
+        Message::Assistant { content, reasoning, tool_calls, .. } => {
+            let calls: Vec<Json> = tool_calls
+                .iter()
+                .map(|call| {
+                    let function = json!({"name": call.name, "arguments": call.arguments});
+                    json!({"id": call.id, "type": "function", "function": function})
+                })
+                .collect();
+            let mut message = json!({"role": "assistant", "content": text(content), "reasoning_content": reasoning});
+            if !calls.is_empty() {
+                message["tool_calls"] = calls.into();
+            }
+            message
         }
         Message::Tool { content, call_id } => {
             json!({"role": "tool", "content": text(content), "tool_call_id": call_id})
@@ -338,14 +352,24 @@ fn message_json(message: &Message) -> Json {
 }
 
 fn message_of(message: &Json, file: &str) -> Result<Message, String> {
-    let content = message["content"].as_str().ok_or(format!("{file}: a message has no content"))?;
+    let calls = message["tool_calls"].as_array().cloned().unwrap_or_default();
+    let content = match message["content"].as_str() {
+        Some(content) => content,
+        None if !calls.is_empty() => "",
+        None => return Err(format!("{file}: a message has no content")),
+    };
+    let call = |call: &Json| {
+        let text = |value: &Json| value.as_str().unwrap_or_default().to_owned();
+        let function = &call["function"];
+        ToolCall { id: text(&call["id"]), name: text(&function["name"]), arguments: text(&function["arguments"]) }
+    };
     match message["role"].as_str() {
         Some("user") => Ok(Message::User { content: Part::text(content) }),
         Some("system") => Ok(Message::System { content: Part::text(content) }),
         Some("assistant") => Ok(Message::Assistant {
             content: Part::text(content),
             reasoning: message["reasoning_content"].as_str().unwrap_or_default().to_owned(),
-            tool_calls: Vec::new(),
+            tool_calls: calls.iter().map(call).collect(),
             prefix: false,
         }),
         other => Err(format!("{file}: role {other:?} can't be continued here; user, assistant and system can")),
@@ -359,16 +383,25 @@ struct Screen {
     dims: bool,
     /// Something was written since the last line end.
     is_open: bool,
+    /// A call's bracket is open.
+    is_in_call: bool,
 }
 
 impl Screen {
     fn new(hides_reasoning: bool) -> Screen {
-        Screen { hides_reasoning, is_dimmed: false, dims: has_colour(std::io::stderr().is_terminal()), is_open: false }
+        Screen {
+            hides_reasoning,
+            is_dimmed: false,
+            dims: has_colour(std::io::stderr().is_terminal()),
+            is_open: false,
+            is_in_call: false,
+        }
     }
 
     fn begin(&mut self) {
         self.is_dimmed = false;
         self.is_open = false;
+        self.is_in_call = false;
     }
 
     fn show(&mut self, delta: &Delta) -> std::io::Result<()> {
@@ -384,7 +417,12 @@ impl Screen {
                 stderr.flush()
             }
             Delta::Content { text, .. } => self.write(text),
-            Delta::CallStart { name, .. } => self.write(&format!("{}{name}(", if self.is_open { "\n" } else { "" })),
+            Delta::CallStart { name, .. } => {
+                self.close_call()?;
+                self.write(&format!("{}{name}(", if self.is_open { "\n" } else { "" }))?;
+                self.is_in_call = true;
+                Ok(())
+            }
             Delta::CallArguments { text, .. } => self.write(text),
         }
     }
@@ -408,9 +446,17 @@ impl Screen {
         stderr.flush()
     }
 
+    fn close_call(&mut self) -> std::io::Result<()> {
+        match std::mem::take(&mut self.is_in_call) {
+            true => self.write(")"),
+            false => Ok(()),
+        }
+    }
+
     /// Ends the line, whatever the reply ended with.
     fn end(&mut self) -> std::io::Result<()> {
         self.close_reasoning()?;
+        self.close_call()?;
         if self.is_open {
             let mut stdout = std::io::stdout().lock();
             writeln!(stdout)?;
@@ -418,5 +464,30 @@ impl Screen {
         }
         self.is_open = false;
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_saved_call_is_there_when_it_is_loaded() {
+        let call = ToolCall { id: "call_1".into(), name: "weather".into(), arguments: "{\"city\": \"Paris\"}".into() };
+        let turns = [
+            Message::User { content: Part::text("What is the weather in Paris?") },
+            Message::Assistant {
+                content: Part::text(""),
+                reasoning: "Ask.".into(),
+                tool_calls: vec![call],
+                prefix: false,
+            },
+        ];
+        for turn in &turns {
+            assert_eq!(message_of(&message_json(turn), "t.json").as_ref(), Ok(turn));
+        }
+        let null = json!({"role": "assistant", "content": null, "tool_calls": message_json(&turns[1])["tool_calls"]});
+        assert!(message_of(&null, "t.json").is_ok());
+        assert!(message_of(&json!({"role": "user", "content": null}), "t.json").is_err());
     }
 }

@@ -193,6 +193,7 @@ fn config(arguments: &Arguments, checked: &Checked, address: SocketAddr) -> Serv
         max_body_bytes: arguments.bytes("max-body").map_or(64 << 20, |bytes| bytes as usize),
         sse_ping: seconds("sse-ping", 5),
         shutdown_timeout: seconds("shutdown-timeout", 30),
+        access_log: arguments.is_on("access-log"),
         watchdog: seconds("watchdog", 60),
         metrics,
         metrics_open: arguments.is_on("metrics-open"),

@@ -18,6 +18,7 @@ pub mod timing;
 pub use options::{Backend, Options};
 
 use replay::Replay;
+use std::io::Write;
 use std::process::ExitCode;
 use std::time::{SystemTime, UNIX_EPOCH};
 use tf_kernels::families::CONTRACTS;
@@ -32,13 +33,40 @@ pub fn execute(options: &Options) -> u8 {
     match perform(options) {
         Ok(holds) => u8::from(!holds),
         Err(text) => {
-            eprintln!("{text}");
+            eprintln!("error: {text}");
             2
         }
     }
 }
 
+/// Lines on stdout. After the first error nothing more is written; a closed pipe is a reader who has seen enough.
+struct Printer(Option<std::io::Error>);
+
+impl Printer {
+    fn line(&mut self, text: std::fmt::Arguments<'_>) {
+        if self.0.is_none() {
+            self.0 = writeln!(std::io::stdout().lock(), "{text}").err();
+        }
+    }
+}
+
+macro_rules! say {
+    ($printer:expr, $($text:tt)*) => { $printer.line(format_args!($($text)*)) };
+}
+
 fn perform(options: &Options) -> Result<bool, String> {
+    let mut printer = Printer(None);
+    let holds = prove(options, &mut printer)?;
+    match printer.0 {
+        Some(error) if error.kind() != std::io::ErrorKind::BrokenPipe => {
+            eprintln!("error: output can't be written: {error}");
+            Ok(false)
+        }
+        _ => Ok(holds),
+    }
+}
+
+fn prove(options: &Options, printer: &mut Printer) -> Result<bool, String> {
     if options.backend != Backend::Cpu {
         return Err(format!("no {:?} kernel is registered in this build, so nothing can be proved", options.backend)
             .to_lowercase());
@@ -47,39 +75,39 @@ fn perform(options: &Options) -> Result<bool, String> {
     if options.list {
         for contract in &contracts {
             let (cases, controls) = (contract.cases.len(), contract.all_controls().count());
-            println!("{:<22} {cases} cases, {controls} controls: {}", contract.name, contract.formula);
+            say!(printer, "{:<22} {cases} cases, {controls} controls: {}", contract.name, contract.formula);
         }
         return Ok(true);
     }
     probe::quiet_launches();
     if let Some(text) = &options.replay {
         let replay = Replay::parse(text)?;
-        println!("{}", replay.command(options.program));
+        say!(printer, "{}", replay.command(options.program));
         return Ok(match run::replay(CONTRACTS, &replay) {
             Ok(tally) => {
-                println!("pass: {} launches, {} elements compared", tally.launches, tally.compared);
+                say!(printer, "pass: {} launches, {} elements compared", tally.launches, tally.compared);
                 true
             }
             Err(text) => {
-                println!("FAIL: {text}");
+                say!(printer, "FAIL: {text}");
                 false
             }
         });
     }
     let fresh = fresh_seeds(options.seeds);
-    let report = run::report(&contracts, options, &fresh, run::known_findings(), &mut |line| println!("{line}"));
+    let report = run::report(&contracts, options, &fresh, run::known_findings(), &mut |line| say!(printer, "{line}"));
     for text in report.complaints.iter().chain(&report.limit_problems) {
-        println!("FAIL  {text}");
+        say!(printer, "FAIL  {text}");
     }
     for skip in &report.skips {
-        println!("skip  {}: {}", skip.what, skip.reason);
+        say!(printer, "skip  {}: {}", skip.what, skip.reason);
     }
-    println!("seeds {:?} on {}", report.seeds, report.machine.name);
+    say!(printer, "seeds {:?} on {}", report.seeds, report.machine.name);
     if let Some(path) = &options.json {
         let text = serde_json::to_string_pretty(&report).map_err(|error| error.to_string())?;
         std::fs::write(path, text + "\n").map_err(|error| format!("cannot write {}: {error}", path.display()))?;
     }
-    println!("{}", report.summary_line());
+    say!(printer, "{}", report.summary_line());
     Ok(report.holds())
 }
 

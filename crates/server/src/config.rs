@@ -101,6 +101,8 @@ pub struct ServerConfig {
     pub sse_ping: Duration,
     /// How long a drain may take.
     pub shutdown_timeout: Duration,
+    /// One log line a request.
+    pub access_log: bool,
     /// A round older than this makes the server unhealthy.
     pub watchdog: Duration,
     pub metrics: MetricsNames,

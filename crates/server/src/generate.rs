@@ -136,7 +136,9 @@ pub fn submit(server: &Server, asked: Asked<'_>, prompts: Vec<PromptInput>) -> R
                 deadline: None,
                 snapshot_at: prompt.snapshot_at.clone(),
             });
-            readings.push((prompt.reading.clone(), seed));
+            let mut reading = prompt.reading.clone();
+            reading.call_ids = reading.call_ids.of_choice(choice);
+            readings.push((reading, seed));
         }
     }
     let submitted = requests.clone();

@@ -158,8 +158,10 @@ async fn handle(State(edge): State<Arc<Edge>>, request: Request) -> Response {
         headers.append(header::ACCESS_CONTROL_EXPOSE_HEADERS, HeaderValue::from_static("x-request-id"));
     }
     edge.metrics.answered(label, response.status().as_u16(), &key);
-    let id = request_id.to_str().unwrap_or_default();
-    tracing::info!(id, %method, path, status = response.status().as_u16(), milliseconds, key, "request");
+    if edge.config.access_log {
+        let id = request_id.to_str().unwrap_or_default();
+        tracing::info!(id, %method, path, status = response.status().as_u16(), milliseconds, key, "request");
+    }
     response
 }
 

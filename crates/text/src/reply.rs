@@ -103,6 +103,11 @@ impl CallIds {
         CallIds { seed }
     }
 
+    /// Ids of one of several choices; choice 0 keeps these.
+    pub fn of_choice(self, choice: u32) -> CallIds {
+        CallIds { seed: self.seed.wrapping_add(u64::from(choice).wrapping_mul(0x9e6c_63d0_876a_68d5)) }
+    }
+
     fn id(self, index: usize) -> String {
         const DIGITS: &[u8; 62] = b"0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz";
         const ID_CHARS: usize = 24;

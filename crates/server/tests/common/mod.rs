@@ -230,6 +230,7 @@ pub async fn start_loading(setup: Setup) -> (TestServer, oneshot::Receiver<()>) 
         max_body_bytes: 1 << 20,
         sse_ping: Duration::from_secs(5),
         shutdown_timeout: Duration::from_secs(30),
+        access_log: true,
         watchdog: Duration::from_secs(60),
         metrics: MetricsNames::Own,
         metrics_open: false,
