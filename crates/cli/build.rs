@@ -10,7 +10,7 @@ fn main() {
     }
     let given = option_env!("TENSORFOLD_COMMIT").map(str::to_owned);
     let commit = given.or_else(of_checkout).unwrap_or_else(|| "unknown".to_owned());
-    println!("cargo::rustc-env=TENSORFOLD_BUILD_COMMIT={commit}");
+    println!("cargo::rustc-env=TF_BUILD_COMMIT={commit}");
 }
 
 /// The commit of the checkout, if this is one.

@@ -130,6 +130,10 @@ fn decode(arguments: &Arguments, checked: &Checked) -> Result<Record, Failure> {
     record.rows.push(Row { name: "verify window of a block".into(), unit: "us".into(), samples });
     let samples = timed.samples(repetitions, |timed| 1e6 * timed.drafts(tokens) / f64::from(tokens))?;
     record.rows.push(Row { name: "draft block".into(), unit: "us".into(), samples });
+    for (name, drafts) in [("reply, undrafted", false), ("reply, drafted", true)] {
+        let samples = timed.samples(repetitions, |timed| timed.reply(tokens, drafts))?;
+        record.rows.push(Row { name: name.into(), unit: "tokens/s".into(), samples });
+    }
     Ok(record)
 }
 
@@ -258,6 +262,51 @@ impl Timed {
         let seconds = started.elapsed().as_secs_f64();
         self.model.release(SlotIndex(0));
         seconds
+    }
+
+    /// One greedy reply of `tokens` tokens, with full windows of drafts or none; tokens a second. The tokens are the
+    /// same both ways.
+    fn reply(&mut self, tokens: u32, drafts: bool) -> f64 {
+        self.prompt(0, START);
+        let context = self.model.options().context;
+        let mut window = vec![self.token(START)];
+        let (mut start, end) = (START, START + tokens);
+        let started = Instant::now();
+        while start < end && self.failure.is_none() {
+            let rows = window.len();
+            self.plan.tokens.extend_from_slice(&window);
+            self.plan.windows.push(Window {
+                slot: SlotIndex(0),
+                start,
+                rows: 0..rows,
+                prompt_end: start,
+                whole: false,
+                draw: 0..rows,
+                logprobs: None,
+                sequence: 0,
+            });
+            self.round();
+            let drawn = self.drawn.rows.iter().map(|row| row.token);
+            let accepted = drawn.clone().zip(&window[1..]).take_while(|(token, draft)| token == *draft).count();
+            let anchor = drawn.clone().nth(accepted).unwrap_or_default();
+            start += accepted as u32 + 1;
+            self.model.keep(SlotIndex(0), start);
+            window.clear();
+            window.push(anchor);
+            let room = end.min(context).saturating_sub(start + 1);
+            if drafts && room > 0 {
+                let count_max = self.model.limits().draft_block.min(room);
+                let wanted =
+                    DraftRequest { slot: SlotIndex(0), anchor, position: start, count_max, sampling: &self.sampling };
+                if let Err(error) = self.model.draft(&[wanted], &mut self.drafts) {
+                    self.failure.get_or_insert(error.to_string());
+                }
+                window.extend_from_slice(&self.drafts.tokens);
+            }
+        }
+        let seconds = started.elapsed().as_secs_f64();
+        self.model.release(SlotIndex(0));
+        f64::from(start - START) / seconds
     }
 
     /// `rounds` calls of the draft head; seconds.

@@ -4,7 +4,7 @@ use tf_model::Family;
 
 pub const VERSION: &str = env!("CARGO_PKG_VERSION");
 /// The commit it was built from, or `unknown`.
-pub const COMMIT: &str = env!("TENSORFOLD_BUILD_COMMIT");
+pub const COMMIT: &str = env!("TF_BUILD_COMMIT");
 /// Backends that this build can run on.
 pub const BACKENDS: &[&str] = &["cpu"];
 
