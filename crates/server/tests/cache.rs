@@ -51,6 +51,8 @@ async fn a_conversation_computes_its_new_part_only() {
     let memory = server.get("/memory").await.json()["prefix_cache"].clone();
     assert_eq!(memory["budget_bytes"], 1 << 30);
     assert!(memory["entries"].as_u64() > Some(0) && memory["used_bytes"].as_u64() > Some(0), "{memory}");
+    // A reply ends before its round's counters are published.
+    server.until("the end of the last round", |stats| stats.round_since.is_none()).await;
     let page = server.get("/metrics").await.text();
     let hits =
         page.lines().find_map(|line| line.strip_prefix("tensorfold:prefix_cache_hits_total{model_name=\"history\"} "));

@@ -423,6 +423,8 @@ async fn models_health_and_the_root() {
     assert_eq!(models["data"][0]["max_model_len"], 1 << 20);
     assert_eq!(server.get("/v1/models/history").await.json()["id"], "history");
     server.post("/v1/completions", &json!({"prompt": "a", "max_tokens": 5, "ignore_eos": true})).await;
+    // A reply ends before its round's counters are published.
+    server.until("the last round's counters", |stats| stats.reply_tokens == 5).await;
     let health = server.get("/health").await.json();
     assert_eq!(
         (&health["status"], &health["completion_tokens_total"], &health["requests_total"]),
