@@ -1,5 +1,7 @@
 //! Why a launch or an allocation was refused.
 
+use crate::gpu::Backend;
+
 /// Nothing was launched and no output was written.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum LaunchError {
@@ -9,9 +11,21 @@ pub enum LaunchError {
     /// An argument's length or dimension disagrees with the others.
     #[error("{what} is {found}, and the other arguments need {expected}")]
     Shape { what: &'static str, found: usize, expected: usize },
-    /// The device has no room.
+    /// The host has no room.
     #[error("no memory for a buffer of {bytes} bytes; choose a smaller context, fewer slots or a smaller model")]
     Memory { bytes: usize },
+    /// A GPU has no room.
+    #[error(
+        "{device} has no memory for a buffer of {bytes} bytes: {free} of {total} bytes are free; stop other programs on it, or \
+         choose a smaller context, fewer slots or a smaller model"
+    )]
+    DeviceMemory { device: String, bytes: usize, free: u64, total: u64 },
+    /// The family has no code for this backend, or its code has no such entry.
+    #[error("the kernels of `{program}` have no entry `{entry}` for {backend}")]
+    NoKernel { program: &'static str, entry: &'static str, backend: Backend },
+    /// The device failed, now or in an earlier launch; everything after that is void.
+    #[error("{device} failed: {text}")]
+    Device { device: String, text: String },
 }
 
 impl LaunchError {

@@ -249,9 +249,7 @@ fn measure(model: &Model, rows: usize, start: u32, queue: &mut Queue) {
             selected_max: if compressed { top_k } else { 0 },
             block_rows: 0,
         };
-        let threads = match queue {
-            Queue::Cpu(queue) => queue.pool.threads(),
-        };
+        let threads = queue.threads();
         let mut scratch = filled(attention::scratch_floats(shape, threads));
         time(if compressed { "attention, compressed" } else { "attention, window" }, || {
             let args = attention::Args {

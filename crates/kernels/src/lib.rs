@@ -9,6 +9,7 @@
 
 pub mod contract;
 pub mod families;
+pub mod gpu;
 pub mod numerics_policy;
 pub mod order;
 pub mod pack;

@@ -4,6 +4,7 @@
 
 /// One row of a launch.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
 pub struct RowInfo {
     /// The sequence's seat in the caches.
     pub slot: u32,
@@ -15,6 +16,7 @@ pub struct RowInfo {
 
 /// Consecutive rows of one sequence: a piece of a prompt, or a pending token and its drafts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
 pub struct WindowInfo {
     pub slot: u32,
     /// Position of the first row. Keys before it come from the ring, keys from it on from the launch's own rows.
@@ -26,6 +28,7 @@ pub struct WindowInfo {
 
 /// One compressed entry that a launch completes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(C)]
 pub struct EntryInfo {
     pub slot: u32,
     /// Index of the entry in its sequence: it covers positions `[entry * ratio, (entry + 1) * ratio)`.

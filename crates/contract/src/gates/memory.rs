@@ -49,5 +49,7 @@ pub fn dirty_scratch(queue: &mut Queue, fill: Fill) {
                 indices.fill(fill.word);
             }
         }
+        // A GPU's queue keeps no scratch of its own.
+        Queue::Gpu(_) => {}
     }
 }

@@ -453,8 +453,7 @@ mod tests {
             }
             let (selected, counts) = (device(&selected), device(&counts));
             let mut out = dirty(q.len());
-            let Queue::Cpu(cpu) = &*queue;
-            let mut scratch = dirty(scratch_floats(shape, cpu.pool.threads()));
+            let mut scratch = dirty(scratch_floats(shape, queue.threads()));
             let args = Args {
                 shape,
                 span,

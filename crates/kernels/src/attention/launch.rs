@@ -14,9 +14,9 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     let record = kv_store::record_bytes(shape.head_dim);
     check_head_dim(shape.head_dim)?;
     check_rope(args.frequencies.len() * 2, shape.head_dim)?;
-    LaunchError::check_room("the queries", args.q.f32().len(), rows * shape.heads * shape.head_dim)?;
-    LaunchError::check_room("the attention output", args.out.f32().len(), rows * shape.heads * shape.head_dim)?;
-    LaunchError::check_shape("the attention sinks", args.sinks.f32().len(), shape.heads)?;
+    LaunchError::check_room("the queries", args.q.len_of::<f32>(), rows * shape.heads * shape.head_dim)?;
+    LaunchError::check_room("the attention output", args.out.len_of::<f32>(), rows * shape.heads * shape.head_dim)?;
+    LaunchError::check_shape("the attention sinks", args.sinks.len_of::<f32>(), shape.heads)?;
     LaunchError::check_limit("the sliding window", shape.window, shape.ring_len)?;
     let slots = args.windows.iter().map(|window| window.slot as usize + 1).max().unwrap_or(0);
     LaunchError::check_room("the rings", args.ring.len_bytes(), slots * shape.ring_len * record)?;
@@ -33,9 +33,11 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
         }
     }
     if let Some(compressed) = &args.compressed {
-        LaunchError::check_room("the selection", compressed.selected.u32().len(), rows * shape.selected_max)?;
-        LaunchError::check_room("the counts of the selection", compressed.counts.u32().len(), rows)?;
-        let most = compressed.counts.u32()[..rows].iter().max().copied().unwrap_or(0);
+        LaunchError::check_room("the selection", compressed.selected.len_of::<u32>(), rows * shape.selected_max)?;
+        LaunchError::check_room("the counts of the selection", compressed.counts.len_of::<u32>(), rows)?;
+        // What a GPU has counted is not known here; its kernel reads no more than `selected_max`.
+        let counts = compressed.counts.host::<u32>().unwrap_or(&[]);
+        let most = counts.iter().take(rows).max().copied().unwrap_or(0);
         LaunchError::check_limit("a row's selection", most as usize, shape.selected_max)?;
     }
     let kernel = match args.span {
@@ -45,9 +47,10 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     match queue.launching(kernel) {
         Queue::Cpu(queue) => {
             let floats = scratch_floats(shape, queue.pool.threads());
-            LaunchError::check_room("the scratch of attention", args.scratch.f32().len(), floats)?;
+            LaunchError::check_room("the scratch of attention", args.scratch.len_of::<f32>(), floats)?;
             cpu::run(queue, args);
         }
+        Queue::Gpu(queue) => return Err(queue.unsupported(kernel)),
     }
     Ok(())
 }

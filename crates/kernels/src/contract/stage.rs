@@ -99,8 +99,7 @@ impl<'q> Stage<'q> {
         tamper: Option<Tamper>,
         earlier_launches: usize,
     ) -> Stage<'q> {
-        let Queue::Cpu(cpu) = &*queue;
-        let threads = cpu.pool.threads();
+        let threads = queue.threads();
         let rows = vec![Vec::new(); pick_count];
         Stage { queue, elapsed: Duration::ZERO, fill, tamper, earlier_launches, threads, rows, problems: Vec::new() }
     }

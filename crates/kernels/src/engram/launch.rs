@@ -20,9 +20,10 @@ pub fn launch_gather(queue: &mut Queue, args: GatherArgs<'_>) -> Result<(), Engr
     LaunchError::check_shape("the n-gram scales", args.scales.len(), table_rows * (head_dim / 32))?;
     let largest = args.ids.iter().max().copied().unwrap_or(0) as usize;
     LaunchError::check_limit("an n-gram row id", largest, table_rows.saturating_sub(1))?;
-    LaunchError::check_room("the n-gram rows", args.out.f32().len(), args.ids.len() * head_dim)?;
+    LaunchError::check_room("the n-gram rows", args.out.len_of::<f32>(), args.ids.len() * head_dim)?;
     match queue.launching("engram/gather") {
         Queue::Cpu(queue) => cpu::run_gather(queue, args),
+        Queue::Gpu(queue) => Err(queue.unsupported("engram/gather").into()),
     }
 }
 
@@ -36,15 +37,16 @@ pub fn launch_gate(queue: &mut Queue, args: GateArgs<'_>) -> Result<(), LaunchEr
         return Ok(());
     }
     LaunchError::check_shape("the hidden size", hidden, hidden.next_multiple_of(32).max(32))?;
-    LaunchError::check_room("the streams", args.streams.f32().len(), rows * STREAMS * hidden)?;
-    LaunchError::check_room("the n-gram keys and values", args.kv.f32().len(), rows * (STREAMS + 1) * hidden)?;
-    LaunchError::check_shape("the n-gram q weight", args.q_weight.f32().len(), STREAMS * hidden)?;
-    LaunchError::check_shape("the n-gram k weight", args.k_weight.f32().len(), STREAMS * hidden)?;
+    LaunchError::check_room("the streams", args.streams.len_of::<f32>(), rows * STREAMS * hidden)?;
+    LaunchError::check_room("the n-gram keys and values", args.kv.len_of::<f32>(), rows * (STREAMS + 1) * hidden)?;
+    LaunchError::check_shape("the n-gram q weight", args.q_weight.len_of::<f32>(), STREAMS * hidden)?;
+    LaunchError::check_shape("the n-gram k weight", args.k_weight.len_of::<f32>(), STREAMS * hidden)?;
     if !args.image.is_empty() {
         LaunchError::check_shape("the image marks", args.image.len(), rows)?;
     }
     match queue.launching("engram/gate") {
         Queue::Cpu(queue) => cpu::run_gate(queue, args),
+        Queue::Gpu(queue) => return Err(queue.unsupported("engram/gate")),
     }
     Ok(())
 }

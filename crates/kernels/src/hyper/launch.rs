@@ -12,22 +12,23 @@ pub fn launch_enter(queue: &mut Queue, args: EnterArgs<'_>) -> Result<(), Launch
     }
     check_hidden(hidden)?;
     if let Some(y) = args.y {
-        LaunchError::check_room("the output of a sublayer", y.f32().len(), rows * hidden)?;
+        LaunchError::check_room("the output of a sublayer", y.len_of::<f32>(), rows * hidden)?;
     }
-    LaunchError::check_room("the streams", args.streams.f32().len(), rows * STREAMS * hidden)?;
-    LaunchError::check_room("the carried mixes", args.mix.f32().len(), rows * STREAMS)?;
-    LaunchError::check_room("the post weights", args.post.f32().len(), rows * STREAMS)?;
-    LaunchError::check_room("the comb weights", args.comb.f32().len(), rows * STREAMS * STREAMS)?;
-    LaunchError::check_shape("the mix function", args.weights.function.f32().len(), MIXES * STREAMS * hidden)?;
-    LaunchError::check_shape("the mix base", args.weights.base.f32().len(), MIXES)?;
-    LaunchError::check_shape("the mix scale", args.weights.scale.f32().len(), 3)?;
-    LaunchError::check_shape("the weight of a norm", args.norm.f32().len(), hidden)?;
-    LaunchError::check_room("the scratch of the mixes", args.scratch.f32().len(), rows * SCRATCH_FLOATS)?;
+    LaunchError::check_room("the streams", args.streams.len_of::<f32>(), rows * STREAMS * hidden)?;
+    LaunchError::check_room("the carried mixes", args.mix.len_of::<f32>(), rows * STREAMS)?;
+    LaunchError::check_room("the post weights", args.post.len_of::<f32>(), rows * STREAMS)?;
+    LaunchError::check_room("the comb weights", args.comb.len_of::<f32>(), rows * STREAMS * STREAMS)?;
+    LaunchError::check_shape("the mix function", args.weights.function.len_of::<f32>(), MIXES * STREAMS * hidden)?;
+    LaunchError::check_shape("the mix base", args.weights.base.len_of::<f32>(), MIXES)?;
+    LaunchError::check_shape("the mix scale", args.weights.scale.len_of::<f32>(), 3)?;
+    LaunchError::check_shape("the weight of a norm", args.norm.len_of::<f32>(), hidden)?;
+    LaunchError::check_room("the scratch of the mixes", args.scratch.len_of::<f32>(), rows * SCRATCH_FLOATS)?;
     for out in [&args.normed, &args.quantised].into_iter().flatten() {
-        LaunchError::check_room("the input of a sublayer", out.f32().len(), rows * hidden)?;
+        LaunchError::check_room("the input of a sublayer", out.len_of::<f32>(), rows * hidden)?;
     }
     match queue.launching("hyper/enter") {
         Queue::Cpu(queue) => cpu::run_enter(queue, args),
+        Queue::Gpu(queue) => return Err(queue.unsupported("hyper/enter")),
     }
     Ok(())
 }
@@ -42,12 +43,13 @@ pub fn launch_expand(queue: &mut Queue, args: ExpandArgs<'_>) -> Result<(), Laun
         return Ok(());
     }
     check_hidden(hidden)?;
-    LaunchError::check_room("the output of a sublayer", args.y.f32().len(), rows * hidden)?;
-    LaunchError::check_room("the streams", args.streams.f32().len(), rows * STREAMS * hidden)?;
-    LaunchError::check_room("the post weights", args.post.f32().len(), rows * STREAMS)?;
-    LaunchError::check_room("the comb weights", args.comb.f32().len(), rows * STREAMS * STREAMS)?;
+    LaunchError::check_room("the output of a sublayer", args.y.len_of::<f32>(), rows * hidden)?;
+    LaunchError::check_room("the streams", args.streams.len_of::<f32>(), rows * STREAMS * hidden)?;
+    LaunchError::check_room("the post weights", args.post.len_of::<f32>(), rows * STREAMS)?;
+    LaunchError::check_room("the comb weights", args.comb.len_of::<f32>(), rows * STREAMS * STREAMS)?;
     match queue.launching("hyper/expand") {
         Queue::Cpu(queue) => cpu::run_expand(queue, args),
+        Queue::Gpu(queue) => return Err(queue.unsupported("hyper/expand")),
     }
     Ok(())
 }
@@ -62,14 +64,15 @@ pub fn launch_collapse(queue: &mut Queue, args: CollapseArgs<'_>) -> Result<(), 
         return Ok(());
     }
     check_hidden(hidden)?;
-    LaunchError::check_room("the streams", args.streams.f32().len(), rows * STREAMS * hidden)?;
-    LaunchError::check_room("the carried mixes", args.mix.f32().len(), rows * STREAMS)?;
-    LaunchError::check_shape("the weight of a norm", args.norm.f32().len(), hidden)?;
+    LaunchError::check_room("the streams", args.streams.len_of::<f32>(), rows * STREAMS * hidden)?;
+    LaunchError::check_room("the carried mixes", args.mix.len_of::<f32>(), rows * STREAMS)?;
+    LaunchError::check_shape("the weight of a norm", args.norm.len_of::<f32>(), hidden)?;
     for out in [&args.collapsed, &args.normed, &args.quantised].into_iter().flatten() {
-        LaunchError::check_room("the collapsed rows", out.f32().len(), rows * hidden)?;
+        LaunchError::check_room("the collapsed rows", out.len_of::<f32>(), rows * hidden)?;
     }
     match queue.launching("hyper/collapse") {
         Queue::Cpu(queue) => cpu::run_collapse(queue, args),
+        Queue::Gpu(queue) => return Err(queue.unsupported("hyper/collapse")),
     }
     Ok(())
 }
@@ -84,11 +87,12 @@ pub fn launch_tap(queue: &mut Queue, args: TapArgs<'_>) -> Result<(), LaunchErro
         return Ok(());
     }
     check_hidden(hidden)?;
-    LaunchError::check_room("the streams", args.streams.f32().len(), rows * STREAMS * hidden)?;
+    LaunchError::check_room("the streams", args.streams.len_of::<f32>(), rows * STREAMS * hidden)?;
     LaunchError::check_limit("the end of a tap", args.out_offset + hidden, args.out_columns)?;
-    LaunchError::check_room("the taps", args.out.f32().len(), rows * args.out_columns)?;
+    LaunchError::check_room("the taps", args.out.len_of::<f32>(), rows * args.out_columns)?;
     match queue.launching("hyper/tap") {
         Queue::Cpu(queue) => cpu::run_tap(queue, args),
+        Queue::Gpu(queue) => return Err(queue.unsupported("hyper/tap")),
     }
     Ok(())
 }

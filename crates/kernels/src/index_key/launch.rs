@@ -14,8 +14,8 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     }
     check_key_cache(head_dim, args.pages)?;
     check_rope(args.frequencies.len() * 2, head_dim)?;
-    LaunchError::check_room("the projected latents", args.x.f32().len(), count * head_dim)?;
-    LaunchError::check_shape("the weight of the index key norm", args.norm.f32().len(), head_dim)?;
+    LaunchError::check_room("the projected latents", args.x.len_of::<f32>(), count * head_dim)?;
+    LaunchError::check_shape("the weight of the index key norm", args.norm.len_of::<f32>(), head_dim)?;
     for entry in args.entries {
         let end = args.pages.page(entry.slot, entry.entry as usize) + 1;
         let bytes = end * page_bytes(head_dim, args.pages.entries_per_page);
@@ -23,6 +23,7 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     }
     match queue.launching("index_key") {
         Queue::Cpu(queue) => cpu::run(queue, args),
+        Queue::Gpu(queue) => return Err(queue.unsupported("index_key")),
     }
     Ok(())
 }

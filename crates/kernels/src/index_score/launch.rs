@@ -15,18 +15,19 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     LaunchError::check_limit("the end of a tile", args.tile.end, args.scored.rows.len())?;
     check_scored(&args.scored)?;
     LaunchError::check_shape("the stride of the scores", args.stride, args.stride.next_multiple_of(16))?;
-    LaunchError::check_room("the scores", args.scores.f32().len(), args.tile.len() * args.stride)?;
+    LaunchError::check_room("the scores", args.scores.len_of::<f32>(), args.tile.len() * args.stride)?;
     let seen = most_visible(&args.scored, args.tile.clone());
     if seen > args.skip_visible {
         LaunchError::check_limit("the entries that a row sees", seen, args.stride)?;
     }
     if let Some(list) = &args.restrict {
         let rows = args.scored.rows.len();
-        LaunchError::check_room("the candidate blocks", list.blocks.u32().len(), rows * list.shape.blocks_max)?;
-        LaunchError::check_room("the counts of candidate blocks", list.counts.u32().len(), rows)?;
+        LaunchError::check_room("the candidate blocks", list.blocks.len_of::<u32>(), rows * list.shape.blocks_max)?;
+        LaunchError::check_room("the counts of candidate blocks", list.counts.len_of::<u32>(), rows)?;
     }
     match queue.launching("index_score") {
         Queue::Cpu(queue) => cpu::run(queue, args),
+        Queue::Gpu(queue) => return Err(queue.unsupported("index_score")),
     }
     Ok(())
 }
@@ -42,13 +43,13 @@ pub fn launch_select(queue: &mut Queue, args: SelectArgs<'_>) -> Result<(), Laun
         return Ok(());
     }
     check_scored(&scored)?;
-    check_selection(rows, top_k, selected.u32().len(), counts.u32().len())?;
+    check_selection(rows, top_k, selected.len_of::<u32>(), counts.len_of::<u32>())?;
     check_candidates(&candidates, rows, top_k)?;
     let seen = most_visible(&scored, 0..rows);
     let stride = if seen > top_k { seen.next_multiple_of(16) } else { 0 };
-    LaunchError::check_room("the scratch of the index scores", scratch.f32().len(), stride)?;
+    LaunchError::check_room("the scratch of the index scores", scratch.len_of::<f32>(), stride)?;
     queue.launching("index_score/select");
-    let tile_rows = scratch.f32().len().checked_div(stride).unwrap_or(rows).min(rows);
+    let tile_rows = scratch.len_of::<f32>().checked_div(stride).unwrap_or(rows).min(rows);
     for start in (0..rows).step_by(tile_rows) {
         let tile = start..(start + tile_rows).min(rows);
         if stride > 0 {
@@ -83,8 +84,8 @@ fn check_scored(scored: &Scored<'_>) -> Result<(), LaunchError> {
     LaunchError::check_limit("the index heads", heads, HEADS_MAX)?;
     LaunchError::check_limit("the index key's columns", head_dim, HEAD_DIM_MAX)?;
     check_key_cache(head_dim, scored.pages)?;
-    LaunchError::check_room("the index queries", scored.queries.f32().len(), rows * heads * head_dim)?;
-    LaunchError::check_room("the index weights", scored.weights.f32().len(), rows * heads)?;
+    LaunchError::check_room("the index queries", scored.queries.len_of::<f32>(), rows * heads * head_dim)?;
+    LaunchError::check_room("the index weights", scored.weights.len_of::<f32>(), rows * heads)?;
     let page_bytes = page_bytes(head_dim, scored.pages.entries_per_page);
     LaunchError::check_shape("the index key cache", scored.keys.len_bytes() % page_bytes, 0)
 }

@@ -14,12 +14,12 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     LaunchError::check_limit("the compression ratio", args.ratio as usize, 2)?;
     check_head_dim(head_dim)?;
     check_rope(args.frequencies.len() * 2, head_dim)?;
-    LaunchError::check_room("the raw rows", args.raw.f32().len(), rows * raw_columns(head_dim, args.ratio))?;
-    LaunchError::check_shape("the weight of the latent norm", args.norm.f32().len(), head_dim)?;
-    LaunchError::check_room("the latents", args.latents.f32().len(), args.entries.len() * head_dim)?;
+    LaunchError::check_room("the raw rows", args.raw.len_of::<f32>(), rows * raw_columns(head_dim, args.ratio))?;
+    LaunchError::check_shape("the weight of the latent norm", args.norm.len_of::<f32>(), head_dim)?;
+    LaunchError::check_room("the latents", args.latents.len_of::<f32>(), args.entries.len() * head_dim)?;
     if args.ratio == 2 {
         let slots = args.rows.iter().map(|row| row.slot as usize + 1).max().unwrap_or(0);
-        let room = args.raw_ring.as_ref().map_or(0, |ring| ring.f32().len());
+        let room = args.raw_ring.as_ref().map_or(0, |ring| ring.len_of::<f32>());
         LaunchError::check_room("the raw rings", room, slots * args.raw_len * 2 * head_dim)?;
     }
     for entry in args.entries {
@@ -30,6 +30,7 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     let kernel = if args.ratio == 1 { "kv_compress/ratio1" } else { "kv_compress/ratio2" };
     match queue.launching(kernel) {
         Queue::Cpu(queue) => cpu::run(queue, args),
+        Queue::Gpu(queue) => return Err(queue.unsupported(kernel)),
     }
     Ok(())
 }

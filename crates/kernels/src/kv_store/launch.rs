@@ -13,11 +13,12 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     }
     check_head_dim(head_dim)?;
     check_rope(args.frequencies.len() * 2, head_dim)?;
-    LaunchError::check_room("the projected keys", args.x.f32().len(), rows * head_dim)?;
-    LaunchError::check_shape("the weight of the key norm", args.norm.f32().len(), head_dim)?;
+    LaunchError::check_room("the projected keys", args.x.len_of::<f32>(), rows * head_dim)?;
+    LaunchError::check_shape("the weight of the key norm", args.norm.len_of::<f32>(), head_dim)?;
     LaunchError::check_room("the window records", args.records.len_bytes(), rows * record_bytes(head_dim))?;
     match queue.launching("kv_store") {
         Queue::Cpu(queue) => cpu::run(queue, args),
+        Queue::Gpu(queue) => return Err(queue.unsupported("kv_store")),
     }
     Ok(())
 }
@@ -35,6 +36,7 @@ pub fn launch_ring(queue: &mut Queue, args: RingArgs<'_>) -> Result<(), LaunchEr
     }
     match queue.launching("kv_store/ring") {
         Queue::Cpu(queue) => cpu::run_ring(queue, args),
+        Queue::Gpu(queue) => return Err(queue.unsupported("kv_store/ring")),
     }
     Ok(())
 }

@@ -11,11 +11,11 @@ use tf_device::{LaunchError, Queue};
 pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     let Some(first) = args.products.first() else { return Ok(()) };
     let columns = first.weights.columns();
-    LaunchError::check_room("the length of x", args.x.f32().len(), args.rows * columns)?;
+    LaunchError::check_room("the length of x", args.x.len_of::<f32>(), args.rows * columns)?;
     for product in args.products.iter() {
         let weights = product.weights;
         LaunchError::check_shape("a weight's column count", weights.columns(), columns)?;
-        LaunchError::check_room("the length of out", product.out.f32().len(), args.rows * weights.rows())?;
+        LaunchError::check_room("the length of out", product.out.len_of::<f32>(), args.rows * weights.rows())?;
         if product.finish == Finish::Qdq8 {
             let whole_blocks = weights.rows().next_multiple_of(crate::quantise::BLOCK);
             LaunchError::check_shape(
@@ -36,5 +36,6 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     }
     match queue {
         Queue::Cpu(queue) => cpu::run(queue, args),
+        Queue::Gpu(queue) => Err(queue.unsupported("linear_bf16")),
     }
 }

@@ -12,13 +12,13 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     let Some(first) = args.products.first() else { return Ok(()) };
     let columns = first.weights.columns();
     LaunchError::check_room("the group count", args.groups, 1)?;
-    LaunchError::check_room("the length of x", args.x.f32().len(), args.rows * args.groups * columns)?;
+    LaunchError::check_room("the length of x", args.x.len_of::<f32>(), args.rows * args.groups * columns)?;
     for product in args.products.iter() {
         let weights = product.weights;
         LaunchError::check_shape("a weight's column count", weights.columns(), columns)?;
         let grouped_rows = weights.rows().next_multiple_of(args.groups);
         LaunchError::check_shape("a grouped weight's row count", weights.rows(), grouped_rows)?;
-        LaunchError::check_room("the length of out", product.out.f32().len(), args.rows * weights.rows())?;
+        LaunchError::check_room("the length of out", product.out.len_of::<f32>(), args.rows * weights.rows())?;
         if product.finish == Finish::Qdq8 {
             let whole_blocks = weights.rows().next_multiple_of(BLOCK);
             LaunchError::check_shape(
@@ -34,5 +34,6 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     let kernel = if args.groups == 1 { "linear_fp8" } else { "linear_fp8/grouped" };
     match queue.launching(kernel) {
         Queue::Cpu(queue) => cpu::run(queue, args),
+        Queue::Gpu(queue) => Err(queue.unsupported(kernel)),
     }
 }

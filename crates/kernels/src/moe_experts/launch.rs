@@ -10,11 +10,12 @@ use tf_device::{LaunchError, Queue};
 pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     let hidden = args.weights.hidden();
     let pick_count = args.rows * args.picks;
-    LaunchError::check_room("the length of x", args.x.f32().len(), args.rows * hidden)?;
-    LaunchError::check_room("the length of selected", args.selected.u32().len(), pick_count)?;
-    LaunchError::check_room("the length of routing", args.routing.f32().len(), pick_count)?;
-    LaunchError::check_room("the length of out", args.out.f32().len(), args.rows * hidden)?;
-    for id in &args.selected.u32()[..pick_count] {
+    LaunchError::check_room("the length of x", args.x.len_of::<f32>(), args.rows * hidden)?;
+    LaunchError::check_room("the length of selected", args.selected.len_of::<u32>(), pick_count)?;
+    LaunchError::check_room("the length of routing", args.routing.len_of::<f32>(), pick_count)?;
+    LaunchError::check_room("the length of out", args.out.len_of::<f32>(), args.rows * hidden)?;
+    // What a GPU has chosen is not known here; its router chooses existing experts only.
+    for id in args.selected.host::<u32>().unwrap_or(&[]).iter().take(pick_count) {
         LaunchError::check_limit(
             "a picked expert's number, counted from one",
             *id as usize + 1,
@@ -26,5 +27,6 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     }
     match queue.launching("moe_experts") {
         Queue::Cpu(queue) => cpu::run(queue, args),
+        Queue::Gpu(queue) => Err(queue.unsupported("moe_experts")),
     }
 }

@@ -12,18 +12,19 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     }
     LaunchError::check_limit("the experts", experts, EXPERTS_MAX)?;
     LaunchError::check_limit("the experts of a row", top_k, TOP_K_MAX.min(experts))?;
-    LaunchError::check_room("the gate logits", args.logits.f32().len(), rows * experts)?;
-    LaunchError::check_shape("the gate bias", args.bias.f32().len(), experts)?;
+    LaunchError::check_room("the gate logits", args.logits.len_of::<f32>(), rows * experts)?;
+    LaunchError::check_shape("the gate bias", args.bias.len_of::<f32>(), experts)?;
     if !args.image.is_empty() {
         LaunchError::check_shape("the image marks", args.image.len(), rows)?;
     }
     if args.image.contains(&true) {
-        LaunchError::check_shape("the gate bias of images", args.bias_image.map_or(0, |b| b.f32().len()), experts)?;
+        LaunchError::check_shape("the gate bias of images", args.bias_image.map_or(0, |b| b.len_of::<f32>()), experts)?;
     }
-    LaunchError::check_room("the chosen experts", args.chosen.u32().len(), rows * top_k)?;
-    LaunchError::check_room("the experts' weights", args.weights.f32().len(), rows * top_k)?;
+    LaunchError::check_room("the chosen experts", args.chosen.len_of::<u32>(), rows * top_k)?;
+    LaunchError::check_room("the experts' weights", args.weights.len_of::<f32>(), rows * top_k)?;
     match queue.launching("moe_route") {
         Queue::Cpu(queue) => cpu::run(queue, args),
+        Queue::Gpu(queue) => return Err(queue.unsupported("moe_route")),
     }
     Ok(())
 }

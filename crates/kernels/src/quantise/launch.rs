@@ -8,8 +8,8 @@ use tf_device::{LaunchError, Queue};
 /// # Errors
 /// [`LaunchError::Shape`] when a buffer is too short; nothing is written then.
 pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
-    LaunchError::check_room("the length of x", args.x.f32().len(), args.rows * args.columns)?;
-    LaunchError::check_room("the length of out", args.out.f32().len(), args.rows * args.columns)?;
+    LaunchError::check_room("the length of x", args.x.len_of::<f32>(), args.rows * args.columns)?;
+    LaunchError::check_room("the length of out", args.out.len_of::<f32>(), args.rows * args.columns)?;
     if args.rows * args.columns == 0 {
         return Ok(());
     }
@@ -18,6 +18,7 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
             let count = args.rows * args.columns;
             cpu::run(queue, Some(&args.x.f32()[..count]), &mut args.out.f32_mut()[..count], args.columns);
         }
+        Queue::Gpu(queue) => return Err(queue.unsupported("quantise")),
     }
     Ok(())
 }
@@ -27,7 +28,7 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
 /// # Errors
 /// As [`launch`].
 pub fn launch_in_place(queue: &mut Queue, args: ArgsInPlace<'_>) -> Result<(), LaunchError> {
-    LaunchError::check_room("the length of values", args.values.f32().len(), args.rows * args.columns)?;
+    LaunchError::check_room("the length of values", args.values.len_of::<f32>(), args.rows * args.columns)?;
     if args.rows * args.columns == 0 {
         return Ok(());
     }
@@ -35,6 +36,7 @@ pub fn launch_in_place(queue: &mut Queue, args: ArgsInPlace<'_>) -> Result<(), L
         Queue::Cpu(queue) => {
             cpu::run(queue, None, &mut args.values.f32_mut()[..args.rows * args.columns], args.columns);
         }
+        Queue::Gpu(queue) => return Err(queue.unsupported("quantise/in_place")),
     }
     Ok(())
 }

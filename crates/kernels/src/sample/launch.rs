@@ -10,7 +10,7 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     args.outcomes.clear();
     args.top.clear();
     LaunchError::check_limit("the vocabulary of a draw", args.vocab, VOCAB_MAX)?;
-    let rows = args.logits.f32().len().checked_div(args.vocab).unwrap_or(0);
+    let rows = args.logits.len_of::<f32>().checked_div(args.vocab).unwrap_or(0);
     for draw in args.draws {
         LaunchError::check_room("the logits of a draw, in rows,", rows, draw.row + 1)?;
         if let Some(next) = draw.next {
@@ -19,6 +19,7 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     }
     match queue.launching("sample") {
         Queue::Cpu(queue) => cpu::run(queue, args),
+        Queue::Gpu(queue) => return Err(queue.unsupported("sample")),
     }
     Ok(())
 }

@@ -12,15 +12,16 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
         return Ok(());
     }
     LaunchError::check_limit("the end of a tile", args.tile.end, rows)?;
-    LaunchError::check_room("the scores", args.scores.f32().len(), args.tile.len() * args.stride)?;
+    LaunchError::check_room("the scores", args.scores.len_of::<f32>(), args.tile.len() * args.stride)?;
     let seen = args.rows[args.tile.clone()].iter().map(|row| visible(row.position, args.ratio)).max().unwrap_or(0);
     if seen > args.top_k {
         LaunchError::check_limit("the entries that a row sees", seen, args.stride)?;
     }
-    check_selection(rows, args.top_k, args.selected.u32().len(), args.counts.u32().len())?;
+    check_selection(rows, args.top_k, args.selected.len_of::<u32>(), args.counts.len_of::<u32>())?;
     check_candidates(&args.candidates, rows, args.top_k)?;
     match queue.launching("top_k") {
         Queue::Cpu(queue) => cpu::run(queue, args),
+        Queue::Gpu(queue) => return Err(queue.unsupported("top_k")),
     }
     Ok(())
 }
@@ -33,8 +34,8 @@ pub(crate) fn check_selection(rows: usize, top_k: usize, selected: usize, counts
 pub(crate) fn check_candidates(candidates: &Candidates<'_>, rows: usize, top_k: usize) -> Result<(), LaunchError> {
     let (shape, blocks, counts) = match candidates {
         Candidates::None => return Ok(()),
-        Candidates::Publish { shape, blocks, counts } => (shape, blocks.u32().len(), counts.u32().len()),
-        Candidates::Restrict(list) => (&list.shape, list.blocks.u32().len(), list.counts.u32().len()),
+        Candidates::Publish { shape, blocks, counts } => (shape, blocks.len_of::<u32>(), counts.len_of::<u32>()),
+        Candidates::Restrict(list) => (&list.shape, list.blocks.len_of::<u32>(), list.counts.len_of::<u32>()),
     };
     let sure = (shape.blocks_max * shape.block_size + 1).saturating_sub(shape.block_size);
     LaunchError::check_limit("the selection from candidate blocks", top_k, sure)?;

@@ -145,8 +145,7 @@ pub(super) fn layers(
             mix: Some(&mut s.mix),
         },
     )?;
-    if round.fault == Fault::RowCount && ids.len() > 1 || round.fault == Fault::Threads && thread_count(step.queue) > 1
-    {
+    if round.fault == Fault::RowCount && ids.len() > 1 || round.fault == Fault::Threads && step.queue.threads() > 1 {
         s.streams.f32_mut()[0] += 0.25;
     }
     // Whether `y` holds a sublayer's output that the streams still lack.
@@ -167,12 +166,6 @@ pub(super) fn layers(
         pending = true;
     }
     Ok(())
-}
-
-fn thread_count(queue: &Queue) -> usize {
-    match queue {
-        Queue::Cpu(queue) => queue.pool.threads(),
-    }
 }
 
 /// Adds the last sublayer's output to the streams.

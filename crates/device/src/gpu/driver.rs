@@ -1,0 +1,131 @@
+//! What a backend has to bring.
+
+use super::{Backend, Program, Tuning};
+use crate::LaunchError;
+use std::fmt::Debug;
+
+/// What a device can take.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct GpuLimits {
+    /// Threads of a group.
+    pub threads_max: u32,
+    /// Shared (threadgroup) memory of a group, static and dynamic together.
+    pub shared_bytes_max: u32,
+    /// Buffers of a launch, its constants included.
+    pub buffers_max: u32,
+    /// Multiprocessors or GPU cores: how many groups run at once, at least.
+    pub units: u32,
+    /// All of its memory.
+    pub memory_bytes: u64,
+    /// Which code it runs: `90a` and the like for CUDA, the chip for Metal.
+    pub target: String,
+}
+
+/// A piece of a device's memory, in the driver's own terms.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct Block(pub u64);
+
+/// Bytes of a block.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Span {
+    pub block: Block,
+    pub first: usize,
+    pub bytes: usize,
+}
+
+/// One argument of a call, in the order of the entry's parameters.
+#[derive(Clone, Copy, Debug)]
+pub enum Argument<'a> {
+    Read(Span),
+    Write(Span),
+    /// Host bytes, to be copied before the driver returns.
+    Bytes(&'a [u8]),
+    /// Not read and not written by this launch.
+    Missing,
+}
+
+/// A launch whose buffers are resolved and whose geometry is within the limits.
+#[derive(Debug)]
+pub struct Call<'a> {
+    pub program: &'static Program,
+    pub entry: &'static str,
+    pub arguments: &'a [Argument<'a>],
+    /// The constants, by value: the entry's last parameter.
+    pub shape: &'a [u8],
+    pub groups: u32,
+    pub threads: u32,
+    /// Dynamic shared memory.
+    pub shared_bytes: u32,
+    pub tuning: Tuning,
+}
+
+/// One device and its stream. Everything runs in the order in which it was given; `read`, `free` and `finish` wait.
+///
+/// Callers have checked every range against the block's length.
+pub trait Driver: Debug + Send + Sync {
+    /// Whose code it runs.
+    fn backend(&self) -> Backend;
+
+    /// The name that the vendor gave the device.
+    fn name(&self) -> &str;
+
+    /// What a launch may ask for.
+    fn limits(&self) -> &GpuLimits;
+
+    /// Bytes that could be allocated now.
+    ///
+    /// # Errors
+    /// [`LaunchError::Device`].
+    fn free_bytes(&self) -> Result<u64, LaunchError>;
+
+    /// `bytes` zero bytes (more than none), aligned to 256.
+    ///
+    /// # Errors
+    /// [`LaunchError::DeviceMemory`] with the figures.
+    fn allocate(&self, bytes: usize) -> Result<Block, LaunchError>;
+
+    /// Gives a block back once, after everything that uses it.
+    fn free(&self, block: Block);
+
+    /// Puts a launch into the stream.
+    ///
+    /// # Errors
+    /// [`LaunchError::NoKernel`] where the program has no such entry; [`LaunchError::Device`].
+    fn launch(&self, call: &Call<'_>) -> Result<(), LaunchError>;
+
+    /// Copies between ranges that do not overlap, of equal length.
+    ///
+    /// # Errors
+    /// [`LaunchError::Device`].
+    fn copy(&self, from: Span, to: Span) -> Result<(), LaunchError>;
+
+    /// Writes zero bytes.
+    ///
+    /// # Errors
+    /// [`LaunchError::Device`].
+    fn zero(&self, span: Span) -> Result<(), LaunchError>;
+
+    /// Copies to the host, after everything given before.
+    ///
+    /// # Errors
+    /// [`LaunchError::Device`]; failures of earlier launches show here too.
+    fn read(&self, from: Span, to: &mut [u8]) -> Result<(), LaunchError>;
+
+    /// Copies from the host; `from` may be changed as soon as this returns.
+    ///
+    /// # Errors
+    /// [`LaunchError::Device`].
+    fn write(&self, to: Span, from: &[u8]) -> Result<(), LaunchError>;
+
+    /// Waits until everything is done.
+    ///
+    /// # Errors
+    /// [`LaunchError::Device`]; failures of earlier launches show here.
+    fn finish(&self) -> Result<(), LaunchError>;
+
+    /// The CUDA device, for what only CUDA has.
+    #[cfg(feature = "cuda")]
+    fn cuda(&self) -> Option<&crate::cuda::Gpu> {
+        None
+    }
+}

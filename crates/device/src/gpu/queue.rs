@@ -1,0 +1,103 @@
+//! The stream of work of a GPU.
+
+use super::{Argument, Backend, Binding, Call, Driver, GpuBuffer, GpuDevice, GpuLimits, Launch, Tuning};
+use crate::log::LaunchLog;
+use crate::{Buffer, LaunchError};
+use std::sync::Arc;
+
+/// The one stream of a [`GpuDevice`]; several queues of a device share it.
+#[derive(Debug)]
+pub struct GpuQueue {
+    driver: Arc<dyn Driver>,
+    pub(crate) launches: LaunchLog,
+}
+
+impl GpuQueue {
+    /// The stream of `device`.
+    pub fn new(device: &GpuDevice) -> GpuQueue {
+        GpuQueue { driver: device.driver().clone(), launches: LaunchLog::default() }
+    }
+
+    /// Whose code it runs.
+    pub fn backend(&self) -> Backend {
+        self.driver.backend()
+    }
+
+    /// What a launch may ask for.
+    pub fn limits(&self) -> &GpuLimits {
+        self.driver.limits()
+    }
+
+    /// What the launches go through.
+    pub fn driver(&self) -> &Arc<dyn Driver> {
+        &self.driver
+    }
+
+    /// The refusal of a family that has no code for this backend.
+    pub fn unsupported(&self, kernel: &'static str) -> LaunchError {
+        LaunchError::NoKernel { program: kernel, entry: kernel, backend: self.backend() }
+    }
+
+    /// Puts one launch into the stream. Bindings that share a buffer are the kernel's own affair.
+    ///
+    /// # Errors
+    /// [`LaunchError::Limit`] where the geometry is beyond the device, [`LaunchError::NoKernel`] where the backend has no
+    /// such program or entry, [`LaunchError::Device`].
+    ///
+    /// # Panics
+    /// When a bound buffer is not one of this device, or an offset is beyond its buffer: a bug of the family.
+    pub fn launch(&mut self, launch: Launch<'_, '_>) -> Result<(), LaunchError> {
+        self.launch_tuned(launch, Tuning::default())
+    }
+
+    /// As [`GpuQueue::launch`], with what only changes speed.
+    ///
+    /// # Errors
+    /// As [`GpuQueue::launch`].
+    pub fn launch_tuned(&mut self, launch: Launch<'_, '_>, tuning: Tuning) -> Result<(), LaunchError> {
+        let Launch { program, entry, bindings, shape, groups, threads, shared_bytes } = launch;
+        if groups == 0 {
+            return Ok(());
+        }
+        let backend = self.backend();
+        let exists = match backend {
+            Backend::Cuda => program.cuda,
+            Backend::Metal => program.metal.is_some(),
+        };
+        if !exists {
+            return Err(LaunchError::NoKernel { program: program.name, entry, backend });
+        }
+        let limits = self.limits();
+        let rounded = threads.max(1).next_multiple_of(32) as usize;
+        LaunchError::check_shape("the threads of a group", threads as usize, rounded)?;
+        LaunchError::check_limit("the threads of a group", threads as usize, limits.threads_max as usize)?;
+        LaunchError::check_limit("a group's memory", shared_bytes as usize, limits.shared_bytes_max as usize)?;
+        LaunchError::check_limit("the buffers of a launch", bindings.len() + 1, limits.buffers_max as usize)?;
+        LaunchError::check_limit("the groups of a launch", groups as usize, i32::MAX as usize)?;
+        let arguments: Vec<Argument<'_>> = bindings.iter().map(argument).collect();
+        let call = Call { program, entry, arguments: &arguments, shape, groups, threads, shared_bytes, tuning };
+        self.driver.launch(&call)
+    }
+}
+
+fn argument<'a>(binding: &'a Binding<'_>) -> Argument<'a> {
+    let span = |buffer: &Buffer, first: usize| {
+        let buffer = gpu_buffer(buffer);
+        buffer.span(first, buffer.len_bytes().saturating_sub(first))
+    };
+    match binding {
+        Binding::Read(buffer) => Argument::Read(span(buffer, 0)),
+        Binding::ReadAt(buffer, first) => Argument::Read(span(buffer, *first)),
+        Binding::Write(buffer) => Argument::Write(span(buffer, 0)),
+        Binding::WriteAt(buffer, first) => Argument::Write(span(buffer, *first)),
+        Binding::Bytes(bytes) => Argument::Bytes(bytes),
+        Binding::Missing => Argument::Missing,
+    }
+}
+
+pub(crate) fn gpu_buffer(buffer: &Buffer) -> &GpuBuffer {
+    match buffer {
+        Buffer::Gpu(buffer) => buffer,
+        Buffer::Cpu(_) => panic!("a buffer of the CPU was given to a GPU"),
+    }
+}
