@@ -10,8 +10,10 @@
 
 pub mod chips;
 mod compile;
+mod device;
 pub mod prepass;
 mod run;
 
 pub use compile::{BuildError, COMPILER, INSTALL, Program, compiler_found};
+pub use device::{Rigour, device, device_with};
 pub use run::{Argument, Launch, Order, Report, RunError, SCHEDULES, Schedule};

@@ -1,0 +1,256 @@
+//! The emulator as a device: a whole model runs on it as on a Mac.
+
+use crate::chips::CHIPS;
+use crate::compile::{BuildError, Program, compiler_found};
+use crate::run::{self, Order, RunError, SCHEDULES, Schedule};
+use std::collections::HashMap;
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::{Arc, LazyLock, Mutex};
+use tf_device::gpu::{self, Argument, Backend, Block, Call, Driver, GpuDevice, GpuLimits, Span};
+use tf_device::{Device, LaunchError};
+
+const NAME: &str = "the emulated Metal device";
+/// Of every block, as on the device.
+const ALIGNMENT: usize = 256;
+
+/// How the launches of a device run.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Rigour {
+    /// One order, no check of every access: for whole models, whose kernels are proven elsewhere.
+    Once,
+    /// Every schedule of [`SCHEDULES`].
+    Proven,
+}
+
+/// A device with memory of its own whose launches run once. Programs are compiled once a process.
+///
+/// # Errors
+/// [`BuildError::NoCompiler`].
+pub fn device() -> Result<Device, BuildError> {
+    device_with(Rigour::Once)
+}
+
+/// As [`device`], with a choice.
+///
+/// # Errors
+/// As [`device`].
+pub fn device_with(rigour: Rigour) -> Result<Device, BuildError> {
+    if !compiler_found() {
+        return Err(BuildError::NoCompiler);
+    }
+    let first = &CHIPS[0];
+    let limits = GpuLimits {
+        threads_max: CHIPS.iter().map(|chip| chip.threads_max).min().unwrap_or(first.threads_max),
+        shared_bytes_max: CHIPS.iter().map(|chip| chip.threadgroup_bytes_max as u32).min().unwrap_or(0),
+        buffers_max: CHIPS.iter().map(|chip| chip.buffers_max).min().unwrap_or(first.buffers_max),
+        units: 8,
+        memory_bytes: 1 << 34,
+        target: "emulated".into(),
+    };
+    let driver = Emulated { limits, rigour, memory: Mutex::default() };
+    Ok(Device::Gpu(GpuDevice::new(Arc::new(driver))))
+}
+
+struct Emulated {
+    limits: GpuLimits,
+    rigour: Rigour,
+    memory: Mutex<Memory>,
+}
+
+#[derive(Default)]
+struct Memory {
+    blocks: HashMap<u64, Vec<u8>>,
+    next: u64,
+    bytes: u64,
+}
+
+impl fmt::Debug for Emulated {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(NAME)
+    }
+}
+
+impl Emulated {
+    fn memory(&self) -> std::sync::MutexGuard<'_, Memory> {
+        self.memory.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+}
+
+fn failed(text: impl fmt::Display) -> LaunchError {
+    LaunchError::Device { device: NAME.into(), text: text.to_string() }
+}
+
+impl Memory {
+    fn block(&self, block: Block) -> Result<&Vec<u8>, LaunchError> {
+        self.blocks.get(&block.0).ok_or_else(|| failed(format_args!("there is no block {}", block.0)))
+    }
+
+    fn bytes(&self, span: Span) -> Result<&[u8], LaunchError> {
+        Ok(&self.block(span.block)?[span.first..span.first + span.bytes])
+    }
+
+    fn bytes_mut(&mut self, span: Span) -> Result<&mut [u8], LaunchError> {
+        let block = self.blocks.get_mut(&span.block.0);
+        let block = block.ok_or_else(|| failed(format_args!("there is no block {}", span.block.0)))?;
+        Ok(&mut block[span.first..span.first + span.bytes])
+    }
+}
+
+impl Driver for Emulated {
+    fn backend(&self) -> Backend {
+        Backend::Metal
+    }
+
+    fn name(&self) -> &str {
+        NAME
+    }
+
+    fn limits(&self) -> &GpuLimits {
+        &self.limits
+    }
+
+    fn free_bytes(&self) -> Result<u64, LaunchError> {
+        Ok(self.limits.memory_bytes.saturating_sub(self.memory().bytes))
+    }
+
+    fn allocate(&self, bytes: usize) -> Result<Block, LaunchError> {
+        let mut memory = self.memory();
+        let total = self.limits.memory_bytes;
+        let free = total.saturating_sub(memory.bytes);
+        if bytes as u64 > free {
+            return Err(LaunchError::DeviceMemory { device: NAME.into(), bytes, free, total });
+        }
+        memory.next += 1;
+        memory.bytes += bytes.next_multiple_of(ALIGNMENT) as u64;
+        let block = Block(memory.next);
+        memory.blocks.insert(block.0, vec![0; bytes]);
+        Ok(block)
+    }
+
+    fn free(&self, block: Block) {
+        let mut memory = self.memory();
+        let given = memory.blocks.remove(&block.0).map_or(0, |bytes| bytes.len().next_multiple_of(ALIGNMENT));
+        memory.bytes -= given as u64;
+    }
+
+    fn launch(&self, call: &Call<'_>) -> Result<(), LaunchError> {
+        let program = program(call.program)?;
+        let mut memory = self.memory();
+        let outcome = run_call(&program, call, &mut memory, self.rigour);
+        match outcome? {
+            Ok(_) => Ok(()),
+            Err(RunError::NoKernel { .. }) => {
+                let (program, entry) = (call.program.name, call.entry);
+                Err(LaunchError::NoKernel { program, entry, backend: Backend::Metal })
+            }
+            Err(error) => Err(failed(error)),
+        }
+    }
+
+    fn copy(&self, from: Span, to: Span) -> Result<(), LaunchError> {
+        let mut memory = self.memory();
+        if from.block == to.block {
+            let block = memory.bytes_mut(Span { first: 0, bytes: from.first.max(to.first) + from.bytes, ..from })?;
+            block.copy_within(from.first..from.first + from.bytes, to.first);
+            return Ok(());
+        }
+        let source = memory.bytes(from)?.to_vec();
+        memory.bytes_mut(to)?.copy_from_slice(&source);
+        Ok(())
+    }
+
+    fn zero(&self, span: Span) -> Result<(), LaunchError> {
+        self.memory().bytes_mut(span)?.fill(0);
+        Ok(())
+    }
+
+    fn read(&self, from: Span, to: &mut [u8]) -> Result<(), LaunchError> {
+        to.copy_from_slice(self.memory().bytes(from)?);
+        Ok(())
+    }
+
+    fn write(&self, to: Span, from: &[u8]) -> Result<(), LaunchError> {
+        self.memory().bytes_mut(to)?.copy_from_slice(from);
+        Ok(())
+    }
+
+    fn finish(&self) -> Result<(), LaunchError> {
+        Ok(())
+    }
+}
+
+/// Runs the call on blocks that are taken out of the memory meanwhile where they are written.
+fn run_call(
+    program: &Program,
+    call: &Call<'_>,
+    memory: &mut Memory,
+    rigour: Rigour,
+) -> Result<Result<run::Report, RunError>, LaunchError> {
+    let mut written = Vec::new();
+    for argument in call.arguments {
+        if let Argument::Write(span) = argument {
+            let twice = || failed(format_args!("{} is given one buffer to write twice", call.entry));
+            written.push((*span, memory.blocks.remove(&span.block.0).ok_or_else(twice)?));
+        }
+    }
+    let mut outputs = written.iter_mut();
+    let mut arguments = Vec::new();
+    let mut wrong = None;
+    for argument in call.arguments {
+        arguments.push(match argument {
+            Argument::Read(span) => match memory.bytes(*span) {
+                Ok(bytes) => run::Argument::Read(bytes),
+                Err(_) => {
+                    wrong = Some(failed(format_args!("{} is given one buffer to read and to write", call.entry)));
+                    run::Argument::Read(&[])
+                }
+            },
+            Argument::Write(_) => {
+                let (span, block) = outputs.next().expect("one was taken for each");
+                run::Argument::Write(&mut block[span.first..span.first + span.bytes])
+            }
+            Argument::Bytes(bytes) => run::Argument::Read(bytes),
+            Argument::Missing => run::Argument::Write(&mut []),
+        });
+    }
+    arguments.push(run::Argument::Read(call.shape));
+    let mut launch = run::Launch {
+        kernel: call.entry,
+        arguments,
+        grid: [call.groups, 1, 1],
+        threads: [call.threads, 1, 1],
+        threadgroup: if call.shared_bytes > 0 { vec![u64::from(call.shared_bytes)] } else { Vec::new() },
+    };
+    const ONCE: &[Schedule] = &[Schedule { order: Order::Forward, checked: false }];
+    let schedules = if rigour == Rigour::Once { ONCE } else { &SCHEDULES };
+    let outcome = if wrong.is_none() { program.run_on(&mut launch, &CHIPS, schedules) } else { Ok(NOTHING) };
+    drop(launch);
+    for (span, block) in written {
+        memory.blocks.insert(span.block.0, block);
+    }
+    wrong.map_or(Ok(outcome), Err)
+}
+
+const NOTHING: run::Report = run::Report { threadgroup_bytes: 0, switches: 0 };
+
+type Programs = HashMap<usize, Result<Arc<Program>, String>>;
+
+/// The compiled form of a source, made on first use.
+fn program(program: &'static gpu::Program) -> Result<Arc<Program>, LaunchError> {
+    static PROGRAMS: LazyLock<Mutex<Programs>> = LazyLock::new(Mutex::default);
+    let mut programs = PROGRAMS.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    // A program is a static, so its address is its name; edited sources of the contract share the family's name.
+    let entry = programs.entry(std::ptr::from_ref(program) as usize).or_insert_with(|| {
+        let source = program.metal.ok_or_else(|| "there is no Metal source".to_string())?;
+        let built = Program::build(&format!("{}.metal", program.name), source, program.metal_includes, &folder());
+        built.map(Arc::new).map_err(|error| error.to_string())
+    });
+    entry.clone().map_err(failed)
+}
+
+/// Where libraries are kept: beside the running program, which is a build folder for everything that may use this crate.
+fn folder() -> PathBuf {
+    let beside = std::env::current_exe().ok().and_then(|path| Some(path.parent()?.join("metal-emulator")));
+    beside.unwrap_or_else(|| std::env::temp_dir().join("tensorfold-metal-emulator"))
+}
