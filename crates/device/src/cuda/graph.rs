@@ -88,6 +88,21 @@ impl Gpu {
     }
 }
 
+impl Event {
+    /// Waits until the stream has passed this point.
+    ///
+    /// # Errors
+    /// [`CudaError::Driver`].
+    pub fn wait(&self) -> Result<(), CudaError> {
+        self.inner.enter()?;
+        // SAFETY: the event was recorded in `Gpu::event`.
+        check("cuEventSynchronize", unsafe { sys::cuEventSynchronize(self.event) })
+    }
+}
+
+// SAFETY: an event is a handle of the driver, which locks its own state.
+unsafe impl Send for Event {}
+
 impl Drop for Graph {
     fn drop(&mut self) {
         if self.inner.enter().is_ok() {

@@ -131,6 +131,11 @@ impl Parameter {
         self.push(&value.to_ne_bytes())
     }
 
+    /// A struct as it is.
+    pub fn raw(bytes: &[u8]) -> Parameter {
+        Parameter { bytes: bytes.to_vec(), alignment: 1 }
+    }
+
     fn push(mut self, value: &[u8]) -> Parameter {
         self.alignment = self.alignment.max(value.len());
         self.bytes.resize(self.bytes.len().next_multiple_of(value.len()), 0);

@@ -5,15 +5,18 @@
 //! cubins ([`Module`]); a launch checks its arguments' sizes against the kernel's own, so that it is safe to call: a wrong
 //! address can only harm device memory, which no Rust value lives in.
 //!
-//! Not yet a member of [`crate::Device`]: kernel families reach it through their own CUDA launchers.
+//! [`device`] makes it a [`crate::Device`], which kernel families reach through [`crate::gpu`].
 
 mod buffer;
+mod driver;
 mod error;
 mod gpu;
 mod graph;
 mod launch;
+mod staging;
 
 pub use buffer::GpuBuffer;
+pub use driver::{Cubins, device};
 pub use error::CudaError;
 pub use gpu::Gpu;
 pub use graph::{Event, Graph};
