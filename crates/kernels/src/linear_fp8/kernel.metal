@@ -19,10 +19,10 @@ kernel void linear_fp8(device const float *x [[buffer(0)]], device const uchar *
     const uint n = group * simdgroups + simdgroup, columns = shape.columns;
     if (n >= shape.outputs) return;
     const uint part = n / (shape.outputs / shape.groups);
-    device const uchar *weights = codes + n * columns;
+    device const uchar *weights = codes + ulong(n) * columns;
     device const uchar *factors = scales + n / 32u * ((columns + 31u) / 32u);
     for (uint row = 0u; row < shape.rows; row++) {
-        const float sum = dot_fp8(weights, factors, x + (row * shape.groups + part) * columns, columns, lane);
-        if (lane == 0u) out[row * shape.outputs + n] = shape.round != 0u ? bf16_round(sum) : sum;
+        const float sum = dot_fp8(weights, factors, x + ulong(row * shape.groups + part) * columns, columns, lane);
+        if (lane == 0u) out[ulong(row) * shape.outputs + n] = shape.round != 0u ? bf16_round(sum) : sum;
     }
 }

@@ -36,3 +36,20 @@ inline float dot_fp8(device const uchar *codes, device const uchar *scales, devi
     }
     return fold_four(even, odd);
 }
+
+inline float value_of(ushort bits) { return from_bits(uint(bits) << 16); }
+inline float value_of(float value) { return value; }
+
+// Unquantised weights, bf16 as bits or float32, in the order of tf_numerics::sum's plain dot product.
+template <class T> inline float dot_plain(device const T *w, device const float *x, uint columns, uint lane) {
+    const uint l = lane % 16u, h = lane / 16u;
+    float even = 0.0f, odd = 0.0f;
+    for (uint g = h; g < (columns + 127u) / 128u * 4u; g += 2u) {
+        const uint c0 = 32u * g + l, c1 = c0 + 16u;
+        const float w0 = c0 < columns ? value_of(w[c0]) : 0.0f, w1 = c1 < columns ? value_of(w[c1]) : 0.0f;
+        const float x0 = c0 < columns ? x[c0] : 0.0f, x1 = c1 < columns ? x[c1] : 0.0f;
+        if ((g & 2u) == 0u) even = fma(w1, x1, fma(w0, x0, even));
+        else odd = fma(w1, x1, fma(w0, x0, odd));
+    }
+    return fold_four(even, odd);
+}
