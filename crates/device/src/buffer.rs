@@ -1,7 +1,7 @@
 //! Device memory, wherever it is.
 
 use crate::cpu::CpuBuffer;
-use crate::gpu::{GpuBuffer, Plain, bytes_of};
+use crate::gpu::{GpuBuffer, GpuDevice, Plain, bytes_of};
 use crate::{Device, Element, LaunchError};
 
 /// Device memory of a fixed length in bytes, zero at first.
@@ -69,6 +69,14 @@ impl Buffer {
         match self {
             Buffer::Cpu(buffer) => buffer.break_guard(before),
             Buffer::Gpu(buffer) => buffer.break_guard(before),
+        }
+    }
+
+    /// Whose memory it is.
+    pub fn device(&self) -> Device {
+        match self {
+            Buffer::Cpu(_) => Device::cpu(),
+            Buffer::Gpu(buffer) => Device::Gpu(GpuDevice::new(buffer.driver().clone())),
         }
     }
 

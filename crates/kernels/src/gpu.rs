@@ -4,8 +4,19 @@ use crate::rows::{EntryInfo, RowInfo, WindowInfo};
 use tf_device::gpu::{Plain, Program};
 
 /// Texts that the Metal sources include.
-pub const METAL_INCLUDES: &[(&str, &str)] =
-    &[("prelude.metal", include_str!("shared/prelude.metal")), ("linear.metal", include_str!("shared/linear.metal"))];
+pub const METAL_INCLUDES: &[(&str, &str)] = &[
+    ("prelude.metal", include_str!("shared/prelude.metal")),
+    ("linear.metal", include_str!("shared/linear.metal")),
+    ("draw.metal", include_str!("shared/draw.metal")),
+];
+
+/// Threads of a group where a kernel gives every SIMD group an item of its own: any multiple of 32 gives the same bits.
+pub const THREADS: u32 = 256;
+
+/// Groups of [`THREADS`] threads that `items` SIMD groups need.
+pub fn groups_of(items: usize) -> u32 {
+    u32::try_from(items.div_ceil(THREADS as usize / 32)).unwrap_or(u32::MAX)
+}
 
 /// The program of a family: its folder's name, the text of its `kernel.metal`, and whether it has a `kernel.cu`.
 pub const fn program(name: &'static str, metal: Option<&'static str>, cuda: bool) -> Program {

@@ -2,7 +2,8 @@
 
 use super::{Argument, Backend, Binding, Call, Driver, GpuBuffer, GpuDevice, GpuLimits, Launch, Tuning};
 use crate::log::LaunchLog;
-use crate::{Buffer, LaunchError};
+use crate::{Buffer, Device, LaunchError};
+use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// The one stream of a [`GpuDevice`]; several queues of a device share it.
@@ -10,12 +11,14 @@ use std::sync::Arc;
 pub struct GpuQueue {
     driver: Arc<dyn Driver>,
     pub(crate) launches: LaunchLog,
+    /// See [`GpuQueue::take_scratch`].
+    scratch: BTreeMap<&'static str, Buffer>,
 }
 
 impl GpuQueue {
     /// The stream of `device`.
     pub fn new(device: &GpuDevice) -> GpuQueue {
-        GpuQueue { driver: device.driver().clone(), launches: LaunchLog::default() }
+        GpuQueue { driver: device.driver().clone(), launches: LaunchLog::default(), scratch: BTreeMap::new() }
     }
 
     /// Whose code it runs.
@@ -31,6 +34,28 @@ impl GpuQueue {
     /// What the launches go through.
     pub fn driver(&self) -> &Arc<dyn Driver> {
         &self.driver
+    }
+
+    /// Working memory of at least `bytes` bytes, of any content, that `name` keeps from launch to launch. Whoever takes it
+    /// gives it back with [`GpuQueue::keep_scratch`], so that later launches allocate nothing.
+    ///
+    /// # Errors
+    /// [`LaunchError::DeviceMemory`] where it has to grow and can't.
+    pub fn take_scratch(&mut self, name: &'static str, bytes: usize) -> Result<Buffer, LaunchError> {
+        match self.scratch.remove(name) {
+            Some(buffer) if buffer.len_bytes() >= bytes => Ok(buffer),
+            // The smaller one goes first.
+            smaller => {
+                drop(smaller);
+                let device = Device::Gpu(GpuDevice::new(self.driver.clone()));
+                Buffer::zeroed(&device, bytes)
+            }
+        }
+    }
+
+    /// Gives working memory back.
+    pub fn keep_scratch(&mut self, name: &'static str, buffer: Buffer) {
+        self.scratch.insert(name, buffer);
     }
 
     /// The refusal of a family that has no code for this backend.

@@ -1,6 +1,6 @@
 //! Checks the arguments against each other and runs them on the queue's backend.
 
-use super::{Args, Dtype, cpu};
+use super::{Args, Dtype, cpu, gpu};
 use crate::linear::Finish;
 use tf_device::{LaunchError, Queue};
 
@@ -36,6 +36,6 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     }
     match queue {
         Queue::Cpu(queue) => cpu::run(queue, args),
-        Queue::Gpu(queue) => Err(queue.unsupported("linear_bf16")),
+        Queue::Gpu(queue) => gpu::run(queue, args),
     }
 }

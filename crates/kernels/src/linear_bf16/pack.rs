@@ -1,6 +1,8 @@
 //! Checkpoint bytes -> aligned rows padded to whole groups, and back.
 
+use super::pack_cuda;
 use crate::pack::{PackError, check_length, check_multiple};
+use tf_device::gpu::Backend;
 use tf_device::{Buffer, Device};
 
 /// Columns of one step of the summation order.
@@ -22,7 +24,8 @@ impl Dtype {
     }
 }
 
-/// A packed unquantised weight: `[rows, columns rounded up to 32]`, the padding zero.
+/// A packed unquantised weight. On the CPU: `[rows, columns rounded up to 32]`, the padding zero. For Metal: the checkpoint's
+/// bytes. For CUDA: bf16 as [`pack_cuda`] says, float32 as it is.
 #[derive(Debug)]
 pub struct Weights {
     rows: usize,
@@ -46,6 +49,16 @@ impl Weights {
         check_multiple("the weight's row count", rows, 1)?;
         check_multiple("the weight's column count", columns, 1)?;
         check_length("the weight", weight, rows * columns * dtype.bytes(), rows, columns)?;
+        match (device.backend(), dtype) {
+            (None, _) => {}
+            (Some(Backend::Cuda), Dtype::Bf16) => {
+                let values = Buffer::from_slice(device, &pack_cuda::pack(weight, rows, columns)?)?;
+                return Ok(Weights { rows, columns, dtype, values });
+            }
+            (Some(Backend::Metal), _) | (Some(Backend::Cuda), Dtype::F32) => {
+                return Ok(Weights { rows, columns, dtype, values: Buffer::from_slice(device, weight)? });
+            }
+        }
         let stride = columns.next_multiple_of(GROUP);
         let mut values = Buffer::zeroed(device, rows * stride * dtype.bytes())?;
         match dtype {
@@ -67,7 +80,7 @@ impl Weights {
         Ok(Weights { rows, columns, dtype, values })
     }
 
-    /// The checkpoint's bytes again.
+    /// The checkpoint's bytes again. On the CPU.
     pub fn unpack(&self) -> Vec<u8> {
         match self.dtype {
             Dtype::Bf16 => {
@@ -101,6 +114,11 @@ impl Weights {
     /// Bytes that a weight of this shape will hold: for the memory plan.
     pub const fn bytes_for(dtype: Dtype, rows: usize, columns: usize) -> usize {
         rows * columns.next_multiple_of(GROUP) * dtype.bytes()
+    }
+
+    /// The packed values, on whichever device they are.
+    pub(crate) fn buffer(&self) -> &Buffer {
+        &self.values
     }
 
     /// Values of one packed row.

@@ -1,6 +1,6 @@
 //! Checks the arguments against each other and runs them on the queue's backend.
 
-use super::{Args, cpu, pack::BLOCK};
+use super::{Args, cpu, gpu, pack::BLOCK};
 use crate::linear::Finish;
 use tf_device::{LaunchError, Queue};
 
@@ -34,6 +34,6 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     let kernel = if args.groups == 1 { "linear_fp8" } else { "linear_fp8/grouped" };
     match queue.launching(kernel) {
         Queue::Cpu(queue) => cpu::run(queue, args),
-        Queue::Gpu(queue) => Err(queue.unsupported(kernel)),
+        Queue::Gpu(queue) => gpu::run(queue, args),
     }
 }

@@ -1,14 +1,17 @@
 //! Checkpoint bytes -> packed codes and float32 scales, and back.
 
+use super::{COLUMNS_MAX, pack_cuda};
 use crate::pack::{PackError, check_length, check_multiple, check_scales};
+use tf_device::gpu::Backend;
 use tf_device::{Buffer, Device, LaunchError};
-
-use super::COLUMNS_MAX;
 
 /// Rows and columns of a scale block.
 pub(crate) const BLOCK: usize = 32;
 
-/// A packed FP8 weight: codes `[rows, column_blocks * 32]`, the padding zero, and scales `[row_blocks, column_blocks]`.
+/// A packed FP8 weight.
+///
+/// On the CPU: codes `[rows, column_blocks * 32]`, the padding zero, and float32 scales `[row_blocks, column_blocks]`. For
+/// Metal: the checkpoint's bytes. For CUDA: [`pack_cuda`].
 #[derive(Debug)]
 pub struct Weights {
     rows: usize,
@@ -39,6 +42,18 @@ impl Weights {
         if let Some(at) = find_nan(weight) {
             return Err(PackError::NanWeight { row: at / columns, column: at % columns, code: weight[at] });
         }
+        match device.backend() {
+            None => {}
+            Some(Backend::Metal) => {
+                let (codes, scales) = (Buffer::from_slice(device, weight)?, Buffer::from_slice(device, scale)?);
+                return Ok(Weights { rows, columns, codes, scales });
+            }
+            Some(Backend::Cuda) => {
+                let packed = pack_cuda::pack(weight, scale, rows, columns)?;
+                let codes = Buffer::from_slice(device, &packed.codes)?;
+                return Ok(Weights { rows, columns, codes, scales: Buffer::from_slice(device, &packed.scales)? });
+            }
+        }
         let stride = column_blocks * BLOCK;
         let mut codes = Buffer::zeroed(device, rows * stride)?;
         for (packed, row) in codes.u8_mut().chunks_exact_mut(stride).zip(weight.chunks_exact(columns)) {
@@ -51,7 +66,7 @@ impl Weights {
         Ok(Weights { rows, columns, codes, scales })
     }
 
-    /// The checkpoint's bytes again: the weight and its scale.
+    /// The checkpoint's bytes again: the weight and its scale. On the CPU.
     pub fn unpack(&self) -> (Vec<u8>, Vec<u8>) {
         let rows = self.codes.u8().chunks_exact(self.stride());
         let weight = rows.flat_map(|row| &row[..self.columns]).copied().collect();
@@ -76,6 +91,11 @@ impl Weights {
     pub const fn bytes_for(rows: usize, columns: usize) -> usize {
         let column_blocks = columns.div_ceil(BLOCK);
         rows * column_blocks * BLOCK + rows.div_ceil(BLOCK) * column_blocks * size_of::<f32>()
+    }
+
+    /// The packed codes and scales, on whichever device they are.
+    pub(crate) fn buffers(&self) -> (&Buffer, &Buffer) {
+        (&self.codes, &self.scales)
     }
 
     /// Codes of one packed row.

@@ -1,6 +1,6 @@
 //! Checks the arguments against each other and runs them on the queue's backend.
 
-use super::Args;
+use super::{Args, gpu};
 use crate::linear_bf16;
 use tf_device::{LaunchError, Queue};
 
@@ -21,6 +21,6 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     }
     match queue.launching("lm_head") {
         Queue::Cpu(queue) => linear_bf16::run_chosen(queue, args.weights, args.x, args.row_indices, args.out),
-        Queue::Gpu(queue) => Err(queue.unsupported("lm_head")),
+        Queue::Gpu(queue) => gpu::run(queue, args),
     }
 }

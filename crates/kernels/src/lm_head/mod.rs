@@ -5,6 +5,7 @@
 //! the rows are chosen here. Order and bits are those of [`crate::linear_bf16`] on the same row.
 
 pub(crate) mod contract;
+mod gpu;
 mod launch;
 pub mod reference;
 

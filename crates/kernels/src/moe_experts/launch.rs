@@ -1,6 +1,6 @@
 //! Checks the arguments against each other and runs them on the queue's backend.
 
-use super::{Args, cpu};
+use super::{Args, cpu, gpu};
 use tf_device::{LaunchError, Queue};
 
 /// Writes the mixture of every row; `rows` 0 is no work.
@@ -27,6 +27,6 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     }
     match queue.launching("moe_experts") {
         Queue::Cpu(queue) => cpu::run(queue, args),
-        Queue::Gpu(queue) => Err(queue.unsupported("moe_experts")),
+        Queue::Gpu(queue) => gpu::run(queue, args),
     }
 }

@@ -19,6 +19,7 @@ pub(crate) mod contract;
 mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+mod gpu;
 mod launch;
 mod pack;
 pub mod pack_cuda;

@@ -1,10 +1,10 @@
 //! Checkpoint bytes -> layout B and its scales, one buffer an expert, and back.
 
+use super::{COLUMNS_MAX, pack_cuda};
 use crate::linear_fp8;
 use crate::pack::{PackError, check_length, check_multiple, check_scales};
+use tf_device::gpu::Backend;
 use tf_device::{Buffer, Device, LaunchError};
-
-use super::COLUMNS_MAX;
 
 /// Weights that share one scale, along a row.
 pub(crate) const GROUP: usize = 32;
@@ -35,7 +35,16 @@ pub struct ExpertBytes<'a> {
 pub struct Expert {
     hidden: usize,
     intermediate: usize,
-    buffer: Buffer,
+    held: Held,
+}
+
+/// Where an expert's packed bytes are.
+#[derive(Debug)]
+enum Held {
+    Cpu(Buffer),
+    /// Packed for a GPU and still on the host: Metal has one part, in the CPU's layout; CUDA the codes and scales of
+    /// [`pack_cuda`], up and down. [`Weights::new`] takes them to the device.
+    Parts(Vec<Vec<u8>>),
 }
 
 /// The shared expert: three FP8 linears.
@@ -54,14 +63,16 @@ pub struct Shared {
 pub struct Weights {
     experts: Vec<Expert>,
     shared: Shared,
+    /// On a GPU: each part of all experts, one expert after the other.
+    parts: Vec<Buffer>,
 }
 
 impl Weights {
-    /// `experts` by expert id.
+    /// `experts` by expert id, packed for the device of `shared`.
     ///
     /// # Errors
-    /// [`LaunchError::Shape`] when the shapes differ.
-    pub fn new(experts: Vec<Expert>, shared: Shared) -> Result<Weights, LaunchError> {
+    /// [`LaunchError::Shape`] when the shapes differ; [`LaunchError::DeviceMemory`].
+    pub fn new(mut experts: Vec<Expert>, shared: Shared) -> Result<Weights, LaunchError> {
         let (hidden, intermediate) = (shared.w1.columns(), shared.w1.rows());
         LaunchError::check_shape("the shared w3's row count", shared.w3.rows(), intermediate)?;
         LaunchError::check_shape("the shared w3's column count", shared.w3.columns(), hidden)?;
@@ -74,7 +85,13 @@ impl Weights {
             LaunchError::check_shape("an expert's hidden size", expert.hidden, hidden)?;
             LaunchError::check_shape("an expert's intermediate size", expert.intermediate, intermediate)?;
         }
-        Ok(Weights { experts, shared })
+        let parts = gather_parts(&mut experts, &shared.w1.buffers().0.device())?;
+        Ok(Weights { experts, shared, parts })
+    }
+
+    /// On a GPU: each part of all experts.
+    pub(crate) fn parts(&self) -> &[Buffer] {
+        &self.parts
     }
 
     pub fn experts(&self) -> &[Expert] {
@@ -95,7 +112,8 @@ impl Weights {
 
     /// Bytes held on the device.
     pub fn bytes(&self) -> usize {
-        self.experts.iter().map(Expert::bytes).sum::<usize>() + self.shared.bytes()
+        let parts = self.parts.iter().map(Buffer::len_bytes).sum::<usize>();
+        self.experts.iter().map(Expert::bytes).sum::<usize>() + parts + self.shared.bytes()
     }
 
     /// Bytes that the experts of one layer will hold: for the memory plan.
@@ -142,29 +160,23 @@ impl Expert {
         check_multiple("the expert's intermediate size", intermediate, GROUP)?;
         LaunchError::check_limit("the hidden size", hidden, COLUMNS_MAX)?;
         LaunchError::check_limit("the expert's intermediate size", intermediate, COLUMNS_MAX)?;
-        let mut expert =
-            Expert { hidden, intermediate, buffer: Buffer::zeroed(device, Expert::bytes_for(hidden, intermediate))? };
-        let matrices = [
-            ("w1", bytes.w1, "the scale of w1", bytes.w1_scale, intermediate, hidden),
-            ("w3", bytes.w3, "the scale of w3", bytes.w3_scale, intermediate, hidden),
-            ("w2", bytes.w2, "the scale of w2", bytes.w2_scale, hidden, intermediate),
-        ];
-        let layout = Layout::of(hidden, intermediate);
-        for (index, (name, weight, scale_name, scale, rows, columns)) in matrices.into_iter().enumerate() {
-            check_length(name, weight, rows * columns / 2, rows, columns / 2)?;
-            check_length(scale_name, scale, rows * columns / GROUP, rows, columns / GROUP)?;
-            check_scales(scale, columns / GROUP)?;
-            let packed = expert.buffer.u8_mut();
-            let codes = &mut packed[layout.codes[index]..][..rows * code_stride(columns)];
-            for (packed, row) in codes.chunks_exact_mut(code_stride(columns)).zip(weight.chunks_exact(columns / 2)) {
-                pack_row(packed, row);
-            }
-            packed[layout.scales[index]..][..scale.len()].copy_from_slice(scale);
+        if device.backend() == Some(Backend::Cuda) {
+            let (up, down) = pack_cuda::pack(bytes, hidden, intermediate)?;
+            let parts = vec![up.codes, up.scales, down.codes, down.scales];
+            return Ok(Expert { hidden, intermediate, held: Held::Parts(parts) });
         }
-        Ok(expert)
+        let total = Expert::bytes_for(hidden, intermediate);
+        if device.backend().is_some() {
+            let mut packed = vec![0; total];
+            pack_matrices(&mut packed, bytes, hidden, intermediate)?;
+            return Ok(Expert { hidden, intermediate, held: Held::Parts(vec![packed]) });
+        }
+        let mut buffer = Buffer::zeroed(device, total)?;
+        pack_matrices(buffer.u8_mut(), bytes, hidden, intermediate)?;
+        Ok(Expert { hidden, intermediate, held: Held::Cpu(buffer) })
     }
 
-    /// The checkpoint's bytes again, in the order of [`ExpertBytes`].
+    /// The checkpoint's bytes again, in the order of [`ExpertBytes`]. On the CPU.
     pub fn unpack(&self) -> [Vec<u8>; 6] {
         let mut tensors = Vec::with_capacity(6);
         for matrix in [self.w1(), self.w3(), self.w2()] {
@@ -183,9 +195,12 @@ impl Expert {
         self.intermediate
     }
 
-    /// Bytes held on the device.
+    /// Bytes held: on the CPU, or on the host until [`Weights::new`] takes them to a GPU.
     pub fn bytes(&self) -> usize {
-        self.buffer.len_bytes()
+        match &self.held {
+            Held::Cpu(buffer) => buffer.len_bytes(),
+            Held::Parts(parts) => parts.iter().map(Vec::len).sum(),
+        }
     }
 
     /// Bytes that an expert of this shape will hold: for the memory plan.
@@ -207,7 +222,10 @@ impl Expert {
 
     fn matrix(&self, index: usize, rows: usize, columns: usize) -> Matrix<'_> {
         let layout = Layout::of(self.hidden, self.intermediate);
-        let packed = self.buffer.u8();
+        let packed = match &self.held {
+            Held::Cpu(buffer) => buffer.u8(),
+            Held::Parts(_) => panic!("an expert packed for a GPU has no matrix on the host"),
+        };
         Matrix {
             columns,
             codes: &packed[layout.codes[index]..][..rows * code_stride(columns)],
@@ -215,6 +233,50 @@ impl Expert {
             scales: &packed[layout.scales[index]..][..rows * (columns / GROUP)],
         }
     }
+}
+
+/// Writes the three matrices into `packed`, which is zero and holds [`Expert::bytes_for`] bytes.
+fn pack_matrices(
+    packed: &mut [u8],
+    bytes: ExpertBytes<'_>,
+    hidden: usize,
+    intermediate: usize,
+) -> Result<(), PackError> {
+    let matrices = [
+        ("w1", bytes.w1, "the scale of w1", bytes.w1_scale, intermediate, hidden),
+        ("w3", bytes.w3, "the scale of w3", bytes.w3_scale, intermediate, hidden),
+        ("w2", bytes.w2, "the scale of w2", bytes.w2_scale, hidden, intermediate),
+    ];
+    let layout = Layout::of(hidden, intermediate);
+    for (index, (name, weight, scale_name, scale, rows, columns)) in matrices.into_iter().enumerate() {
+        check_length(name, weight, rows * columns / 2, rows, columns / 2)?;
+        check_length(scale_name, scale, rows * columns / GROUP, rows, columns / GROUP)?;
+        check_scales(scale, columns / GROUP)?;
+        let codes = &mut packed[layout.codes[index]..][..rows * code_stride(columns)];
+        for (packed, row) in codes.chunks_exact_mut(code_stride(columns)).zip(weight.chunks_exact(columns / 2)) {
+            pack_row(packed, row);
+        }
+        packed[layout.scales[index]..][..scale.len()].copy_from_slice(scale);
+    }
+    Ok(())
+}
+
+/// Takes what the experts hold for a GPU to `device`, one buffer a part.
+fn gather_parts(experts: &mut [Expert], device: &Device) -> Result<Vec<Buffer>, LaunchError> {
+    let Some(Expert { held: Held::Parts(first), .. }) = experts.first() else { return Ok(Vec::new()) };
+    let lengths: Vec<usize> = first.iter().map(Vec::len).collect();
+    let mut buffers = Vec::new();
+    for length in &lengths {
+        buffers.push(Buffer::zeroed(device, length * experts.len())?);
+    }
+    for (index, expert) in experts.iter_mut().enumerate() {
+        let Held::Parts(parts) = &mut expert.held else { continue };
+        for ((part, buffer), length) in parts.drain(..).zip(&mut buffers).zip(&lengths) {
+            LaunchError::check_shape("the bytes of an expert's part", part.len(), *length)?;
+            buffer.write(index * length, &part)?;
+        }
+    }
+    Ok(buffers)
 }
 
 /// Where the matrices lie in an expert's buffer, in bytes: w1, w3, w2.
