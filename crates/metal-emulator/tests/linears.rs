@@ -81,6 +81,12 @@ impl Fp4 {
     }
 }
 
+/// The dot products as a part of the text, so that their edits can be planted; the header is then included once.
+fn with_dots(source: &str) -> String {
+    let dots = include_str!("../../kernels/src/shared/linear.metal");
+    [dots, "\n", source].concat().replace("#include \"linear.metal\"\n", "")
+}
+
 fn qdq8(row: &mut [f32]) {
     tf_numerics::qdq::round_row(Level::Scalar, tf_numerics::qdq::Format::Fp8, row);
 }
@@ -111,9 +117,9 @@ fn fp8_linear() {
         };
         let edits = [
             ("scale of another block row", "scales + n / 32u * (", "scales + (n + 1u) / 32u * ("),
-            ("input of group 0", "(row * shape.groups + part) * columns", "(row * shape.groups) * columns"),
+            ("input of group 0", "ulong(row * shape.groups + part) * columns", "ulong(row * shape.groups) * columns"),
             ("missing rounding", "shape.round != 0u ? bf16_round(sum) : sum", "sum"),
-            ("one row for all", "x + (row * shape.groups + part)", "x + (part)"),
+            ("one row for all", "x + ulong(row * shape.groups + part)", "x + ulong(part)"),
         ];
         let edits = if groups == 1 { vec![edits[0], edits[2], edits[3]] } else { vec![edits[1]] };
         prove("linear_fp8", source, &[bytes(&wanted).to_vec()], &edits, |program, simdgroups| {
@@ -139,13 +145,7 @@ fn experts() {
     if !ready("experts") {
         return;
     }
-    let source = [
-        include_str!("../../kernels/src/shared/linear.metal"),
-        "\n",
-        include_str!("../../kernels/src/moe_experts/kernel.metal"),
-    ];
-    // The dot products are part of the text here, so that their edits can be planted; the header is then included once.
-    let source = source.concat().replace("#include \"linear.metal\"\n", "");
+    let source = with_dots(include_str!("../../kernels/src/moe_experts/kernel.metal"));
     let (rows, hidden, intermediate, picks, expert_count, limit) = (2, 160, 96, 2, 4, 7.0f32);
     let mut values = Values::new(10);
     let [w1, w3] = [0, 1].map(|_| Fp4::new(&mut values, expert_count * intermediate, hidden));
@@ -154,7 +154,8 @@ fn experts() {
     let shared2 = Fp8::new(&mut values, hidden, intermediate);
     let mut x = values.bf16(rows * hidden, 1.0);
     x.chunks_mut(hidden).for_each(qdq8);
-    let chosen = [0u32, 2, 1, 3];
+    // One row's picks ascend, the other's don't.
+    let chosen = [0u32, 2, 3, 1];
     let weights = [0.7f32, 1.3, 0.4, 0.9];
 
     let silu = |x: f32| tf_numerics::math::silu::<f32>(x);
@@ -181,14 +182,27 @@ fn experts() {
         for n in 0..hidden {
             let of = |pick: usize| &activations[(row * (picks + 1) + pick) * intermediate..][..intermediate];
             let mut sum = 0f32;
-            for pick in 0..picks {
+            let mut order: Vec<usize> = (0..picks).collect();
+            order.sort_by_key(|pick| chosen[row * picks + pick]);
+            for pick in order {
                 sum += tf_numerics::bf16::round(w2.dot(chosen[row * picks + pick] as usize * hidden + n, of(pick)));
             }
             sum += tf_numerics::bf16::round(shared2.dot(n, of(picks)));
             wanted.push(tf_numerics::bf16::round(sum));
         }
     }
-    let (packed1, packed2, packed3) = (w1.packed(), w2.packed(), w3.packed());
+    let mut packed = Vec::new();
+    let part = |bytes: &[u8], expert: usize| {
+        bytes[bytes.len() / expert_count * expert..][..bytes.len() / expert_count].to_vec()
+    };
+    for expert in 0..expert_count {
+        for weight in [&w1, &w3, &w2] {
+            packed.extend(part(&weight.packed(), expert));
+        }
+        for weight in [&w1, &w3, &w2] {
+            packed.extend(part(&weight.scales, expert));
+        }
+    }
     let metal = |program: &_, simdgroups, from: usize, to: usize| -> Result<Vec<Vec<u8>>, String> {
         let rows = to - from;
         let sizes = shape(&[rows as u32, hidden as u32, intermediate as u32, picks as u32, limit.to_bits()]);
@@ -197,10 +211,7 @@ fn experts() {
             input(&x[from * hidden..to * hidden]),
             chosen.clone(),
             input(&weights[from * picks..to * picks]),
-            input(&packed1),
-            input(&w1.scales),
-            input(&packed3),
-            input(&w3.scales),
+            input(&packed),
             input(&shared1.codes),
             input(&shared1.scales),
             input(&shared3.codes),
@@ -209,31 +220,27 @@ fn experts() {
             sizes.clone(),
         ];
         run(program, "moe_up", rows * (picks + 1) * intermediate / 32, simdgroups, &mut up)?;
-        let activations = bytes_of(&up[11]).to_vec();
-        let (packed, scales) = (input(&packed2), input(&w2.scales));
+        let activations = bytes_of(&up[8]).to_vec();
         let (codes, code_scales) = (input(&shared2.codes), input(&shared2.scales));
-        let mut down = [input(&activations), chosen, packed, scales, codes, code_scales, output(rows * hidden), sizes];
+        let mut down = [input(&activations), chosen, input(&packed), codes, code_scales, output(rows * hidden), sizes];
         run(program, "moe_down", rows * hidden, simdgroups, &mut down)?;
-        Ok(vec![activations, outputs_of(&down, 6)])
+        Ok(vec![activations, outputs_of(&down, 5)])
     };
     let edits = [
         ("wrong nibble", "codes[16u * block + l] >> 8u * h", "codes[16u * block + l] >> 8u * (1u - h)"),
         ("stale scale", "const uint g0 = 4u * block + h, g1 = g0 + 2u;", "const uint g0 = 4u * block + h, g1 = g0;"),
-        ("dropped group", "g < (columns + 127u) / 128u * 4u; g += 2u", "g < columns / 128u * 4u; g += 2u"),
+        ("dropped group", "block < (columns + 127u) / 128u; block++", "block < columns / 128u; block++"),
         ("missing clamp", "up = up < -limit ? -limit : up > limit ? limit : up;", "up = up > limit ? limit : up;"),
         ("missing routing weight", "if (!is_shared) value = value * weights[row * shape.picks + pick];", ""),
         ("missing QDQ8", "activations[to] = fp8_round(bf16_round(value));", "activations[to] = bf16_round(value);"),
-        ("expert 0 for all", "ulong(picks[row * shape.picks + pick]) * shape.hidden", "ulong(0) * shape.hidden"),
+        ("expert 0 for all", "experts + ulong(id) * places.stride", "experts"),
         (
             "shared expert left out",
             "    sum = sum + bf16_round(dot_fp8(shared2",
             "    sum = sum + 0.0f * bf16_round(dot_fp8(shared2",
         ),
-        (
-            "unrounded experts",
-            "sum = sum + bf16_round(dot_mxfp4(w2 + at * dwords, w2_scales + at * groups, in + pick * columns, columns, lane));",
-            "sum = sum + dot_mxfp4(w2 + at * dwords, w2_scales + at * groups, in + pick * columns, columns, lane);",
-        ),
+        ("unrounded experts", "sum = sum + bf16_round(product);", "sum = sum + product;"),
+        ("order of the picks", "if (other >= least && other < id)", "if (p == added)"),
     ];
     let outputs = [bytes(&activations).to_vec(), bytes(&wanted).to_vec()];
     prove("moe_experts", &source, &outputs, &edits, |program, simdgroups| metal(program, simdgroups, 0, rows));
@@ -271,7 +278,8 @@ fn unquantised_linears() {
     if !ready("unquantised_linears") {
         return;
     }
-    let source = include_str!("../../kernels/src/linear_bf16/kernel.metal");
+    let source = with_dots(include_str!("../../kernels/src/linear_bf16/kernel.metal"));
+    let source = source.as_str();
     let (rows, outputs, columns) = (3, 11, 200);
     let mut values = Values::new(11);
     let x = values.f32(rows * columns, 2.0);
@@ -305,7 +313,7 @@ fn unquantised_linears() {
                 "c0 < columns ? value_of(w[c0]) : 0.0f,",
                 "c0 + 1u < columns ? value_of(w[c0]) : 0.0f,",
             ),
-            ("reassociated sum", "if ((g & 2u) == 0u) even", "if ((g & 4u) == 0u) even"),
+            ("reassociated sum", "if ((g & 2u) == 0u) even = fma(w1, x1", "if ((g & 4u) == 0u) even = fma(w1, x1"),
             ("product not fused", "odd = fma(w1, x1, fma(w0, x0, odd));", "odd = fma(w1, x1, w0 * x0 + odd);"),
         ],
     );
