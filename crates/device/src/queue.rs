@@ -1,7 +1,7 @@
 //! The ordered stream of work, and what every backend does alike: copies.
 
 use crate::cpu::CpuQueue;
-use crate::gpu::{Backend, GpuBuffer, GpuDevice, GpuQueue, Span};
+use crate::gpu::{Backend, GpuDevice, GpuQueue};
 use crate::{Buffer, Device, Element, LaunchError};
 use std::collections::BTreeSet;
 use tf_numerics::lanes::Level;
@@ -95,8 +95,9 @@ impl Queue {
                 to.view_mut::<u8>()[to_byte..to_byte + bytes].copy_from_slice(from);
                 Ok(())
             }
+            (Buffer::Gpu(_), Buffer::Gpu(_)) if bytes == 0 => Ok(()),
             (Buffer::Gpu(from), Buffer::Gpu(to)) => {
-                copy_spans(from, from.span(from_byte, bytes), to.span(to_byte, bytes))
+                from.driver().copy(from.span(from_byte, bytes), to.span(to_byte, bytes))
             }
             (Buffer::Cpu(_), Buffer::Gpu(_)) | (Buffer::Gpu(_), Buffer::Cpu(_)) => {
                 panic!("a copy between devices: use Queue::read and Queue::write")
@@ -115,12 +116,13 @@ impl Queue {
         to_byte: usize,
         bytes: usize,
     ) -> Result<(), LaunchError> {
-        match buffer {
-            Buffer::Cpu(buffer) => {
+        match (self, buffer) {
+            (_, Buffer::Cpu(buffer)) => {
                 buffer.view_mut::<u8>().copy_within(from_byte..from_byte + bytes, to_byte);
                 Ok(())
             }
-            Buffer::Gpu(buffer) => move_spans(buffer, from_byte, to_byte, bytes),
+            (Queue::Gpu(queue), Buffer::Gpu(buffer)) => queue.move_within(buffer, from_byte, to_byte, bytes),
+            (Queue::Cpu(_), Buffer::Gpu(_)) => panic!("a buffer of a GPU was given to the CPU's queue"),
         }
     }
 
@@ -165,24 +167,4 @@ impl Queue {
             Queue::Gpu(queue) => queue.driver().finish(),
         }
     }
-}
-
-fn copy_spans(from: &GpuBuffer, source: Span, target: Span) -> Result<(), LaunchError> {
-    if source.bytes == 0 { Ok(()) } else { from.driver().copy(source, target) }
-}
-
-/// In pieces no longer than the distance, from the side that is overwritten last.
-fn move_spans(buffer: &GpuBuffer, from: usize, to: usize, bytes: usize) -> Result<(), LaunchError> {
-    let distance = from.abs_diff(to);
-    if distance == 0 || bytes == 0 {
-        return Ok(());
-    }
-    let pieces = bytes.div_ceil(distance);
-    for index in 0..pieces {
-        let piece = if to < from { index } else { pieces - 1 - index };
-        let first = piece * distance;
-        let length = distance.min(bytes - first);
-        copy_spans(buffer, buffer.span(from + first, length), buffer.span(to + first, length))?;
-    }
-    Ok(())
 }

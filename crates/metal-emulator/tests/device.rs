@@ -88,7 +88,9 @@ fn copies_moves_and_writes_land_where_they_should() {
     };
     assert_eq!(to.to_vec::<u8>().unwrap(), (0..40).map(expected).collect::<Vec<u8>>());
     // Overlapping moves, both ways, with a distance that does not divide the length.
-    for (source, target, length) in [(3, 10, 80), (10, 3, 80), (4, 4, 9), (90, 1, 10), (7, 0, 0)] {
+    for (source, target, length) in
+        [(3, 10, 80), (10, 3, 80), (4, 4, 9), (90, 1, 10), (7, 0, 0), (25, 0, 70), (0, 25, 70)]
+    {
         let mut moved = Buffer::from_slice(&device, &bytes).unwrap();
         queue.move_within(&mut moved, source, target, length).unwrap();
         let mut expected = bytes.clone();

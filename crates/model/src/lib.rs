@@ -44,7 +44,8 @@ pub enum LoadError {
     Build(#[from] BuildError),
 }
 
-/// Reads, checks and packs `checkpoint`. `token_map[id]` is the folded n-gram id of token `id`, from its tokenizer.
+/// Reads, checks and packs `checkpoint` for the CPU. `token_map[id]` is the folded n-gram id of token `id`, from its
+/// tokenizer.
 ///
 /// # Errors
 /// [`LoadError`] for a configuration, tensor, token map or option that this build cannot serve.
@@ -54,9 +55,23 @@ pub fn load(
     options: Options,
     progress: &(dyn Fn(LoadProgress) + Sync),
 ) -> Result<DeepseekV41, LoadError> {
+    load_on(&Device::cpu(), checkpoint, token_map, options, progress)
+}
+
+/// As [`load`], for any device.
+///
+/// # Errors
+/// As [`load`], and where the device has no room.
+pub fn load_on(
+    device: &Device,
+    checkpoint: Arc<Checkpoint>,
+    token_map: Vec<u32>,
+    options: Options,
+    progress: &(dyn Fn(LoadProgress) + Sync),
+) -> Result<DeepseekV41, LoadError> {
     let shape = Shape::from_config(&checkpoint.config()?)?;
     options.check(&shape).map_err(BuildError::from)?;
     let hash = EngramHash::new(&shape, token_map)?;
-    let weights = Weights::load(checkpoint, &shape, &Device::cpu(), options.threads, progress)?;
+    let weights = Weights::load(checkpoint, &shape, device, options.threads, progress)?;
     Ok(DeepseekV41::new(shape, weights, hash, options)?)
 }

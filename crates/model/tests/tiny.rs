@@ -99,11 +99,11 @@ fn compressor_of_every_source() {
             let mut parts = parts.borrow_mut();
             let latent = parts.compress(layer, &narrow(x)).expect("compresses");
             let count = latent.len() / dimensions.head_dim;
-            let (entries, keys) = parts.cached(layer);
+            let (entries, keys) = parts.cached(layer).expect("the caches are read");
             Compressed {
                 latent: wide(&latent),
-                entries: decode_entries(entries, count, dimensions.head_dim),
-                index_keys: decode_index_keys(keys, count, dimensions.index_head_dim),
+                entries: decode_entries(&entries, count, dimensions.head_dim),
+                index_keys: decode_index_keys(&keys, count, dimensions.index_head_dim),
             }
         })
     });

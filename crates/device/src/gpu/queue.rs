@@ -6,6 +6,9 @@ use crate::{Buffer, Device, LaunchError};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+/// An overlapping move of at most this many pieces goes straight.
+const MOVE_PIECES_MAX: usize = 4;
+
 /// The one stream of a [`GpuDevice`]; several queues of a device share it.
 #[derive(Debug)]
 pub struct GpuQueue {
@@ -102,6 +105,36 @@ impl GpuQueue {
         let arguments: Vec<Argument<'_>> = bindings.iter().map(argument).collect();
         let call = Call { program, entry, arguments: &arguments, shape, groups, threads, shared_bytes, tuning };
         self.driver.launch(&call)
+    }
+
+    /// As [`crate::Queue::move_within`].
+    pub(crate) fn move_within(
+        &mut self,
+        buffer: &GpuBuffer,
+        from: usize,
+        to: usize,
+        bytes: usize,
+    ) -> Result<(), LaunchError> {
+        let distance = from.abs_diff(to);
+        if distance == 0 || bytes == 0 {
+            return Ok(());
+        }
+        let pieces = bytes.div_ceil(distance);
+        if pieces > MOVE_PIECES_MAX {
+            let aside = self.take_scratch("move_within", bytes.next_power_of_two())?;
+            let span = gpu_buffer(&aside).span(0, bytes);
+            let moved = self.driver.copy(buffer.span(from, bytes), span);
+            let moved = moved.and_then(|()| self.driver.copy(span, buffer.span(to, bytes)));
+            self.keep_scratch("move_within", aside);
+            return moved;
+        }
+        // From the side that is overwritten last.
+        for index in 0..pieces {
+            let first = distance * if to < from { index } else { pieces - 1 - index };
+            let length = distance.min(bytes - first);
+            self.driver.copy(buffer.span(from + first, length), buffer.span(to + first, length))?;
+        }
+        Ok(())
     }
 }
 

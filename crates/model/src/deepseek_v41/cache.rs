@@ -9,7 +9,7 @@
 
 use std::ops::Range;
 
-use tf_device::{Buffer, Device, LaunchError};
+use tf_device::{Buffer, Device, LaunchError, Queue};
 use tf_engine::request::Position;
 use tf_kernels::{index_key, kv_compress, kv_store};
 
@@ -21,6 +21,8 @@ use super::shape::Shape;
 /// Why a window cannot run. The slot is unchanged.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum CacheError {
+    #[error(transparent)]
+    Device(#[from] LaunchError),
     #[error("slot {slot} does not exist; the model has {slot_count}")]
     Slot { slot: u32, slot_count: u32 },
     #[error("a window of slot {slot} starts at position {start}, but the slot holds {length} positions")]
@@ -141,8 +143,8 @@ pub struct Cache {
     pub index_keys: Vec<Buffer>,
     /// For each kv source of ratio 2 `[slots, pair_ring_len, pair_row]` f32; empty at ratio 1.
     pub pairs: Vec<Buffer>,
-    /// `[slots, pages_per_slot]` u32.
-    pub page_table: Buffer,
+    /// `[slots, pages_per_slot]`, on the host: a launch takes it along.
+    pub page_table: Vec<u32>,
     pool: PagePool,
     slots: Vec<Slot>,
 }
@@ -169,7 +171,7 @@ impl Cache {
             compressed: pages(layout.compressed_record_bytes)?,
             index_keys: pages(layout.index_record_bytes)?,
             pairs: layout.source_ratios.iter().map(pair).collect::<Result<Vec<_>, _>>()?,
-            page_table: Buffer::zeroed_of::<u32>(device, slots * layout.pages_per_slot as usize)?,
+            page_table: vec![0; slots * layout.pages_per_slot as usize],
             pool: PagePool::new(layout.page_count),
             slots: (0..slots)
                 .map(|_| Slot {
@@ -238,11 +240,17 @@ impl Cache {
     /// Makes the pages of `[start, end)` writable and records the window's token ids. Call after [`Cache::check`].
     ///
     /// # Errors
-    /// [`CacheError::Pages`] when no page is free; the slot keeps its length.
-    pub fn begin(&mut self, window: &WindowRows, tokens: &[u32], fault: Fault) -> Result<(), CacheError> {
+    /// [`CacheError::Pages`] when no page is free; the slot keeps its length. [`CacheError::Device`].
+    pub fn begin(
+        &mut self,
+        queue: &mut Queue,
+        window: &WindowRows,
+        tokens: &[u32],
+        fault: Fault,
+    ) -> Result<(), CacheError> {
         let slot_index = window.slot as usize;
         for page in (window.start / PAGE_POSITIONS) as usize..window.end.div_ceil(PAGE_POSITIONS) as usize {
-            self.make_writable(slot_index, page, window.start, fault)?;
+            self.make_writable(queue, slot_index, page, window.start, fault)?;
         }
         let slot = &mut self.slots[slot_index];
         let rows = window.start as usize..window.end as usize;
@@ -265,6 +273,7 @@ impl Cache {
 
     fn make_writable(
         &mut self,
+        queue: &mut Queue,
         slot_index: usize,
         page: usize,
         start: Position,
@@ -283,7 +292,7 @@ impl Cache {
         let index = fresh.index();
         match self.slots[slot_index].pages.get(page).map(PageRef::index) {
             Some(shared) => {
-                self.copy_page(shared, index);
+                self.copy_page(queue, shared, index)?;
                 self.slots[slot_index].pages[page] = fresh;
             }
             None => {
@@ -291,21 +300,21 @@ impl Cache {
                 self.slots[slot_index].pages.push(fresh);
             }
         }
-        self.page_table.u32_mut()[slot_index * self.layout.pages_per_slot as usize + page] = index;
+        self.page_table[slot_index * self.layout.pages_per_slot as usize + page] = index;
         Ok(())
     }
 
-    fn copy_page(&mut self, from: u32, to: u32) {
+    fn copy_page(&mut self, queue: &mut Queue, from: u32, to: u32) -> Result<(), LaunchError> {
         let layout = &self.layout;
         let pools =
             [(&mut self.compressed, layout.compressed_record_bytes), (&mut self.index_keys, layout.index_record_bytes)];
         for (buffers, record) in pools {
             for (source, buffer) in buffers.iter_mut().enumerate() {
                 let bytes = layout.entries_per_page(source) as usize * record;
-                let from = from as usize * bytes;
-                buffer.u8_mut().copy_within(from..from + bytes, to as usize * bytes);
+                queue.move_within(buffer, from as usize * bytes, to as usize * bytes, bytes)?;
             }
         }
+        Ok(())
     }
 
     /// Records that the round's rows are written: every window's slot now ends where the window does.
@@ -384,7 +393,7 @@ impl Cache {
         slot.tokens[length as usize - tail.len()..length as usize].copy_from_slice(tail);
         slot.held_from.copy_from_slice(held);
         for (index, page) in pages.iter().enumerate() {
-            self.page_table.u32_mut()[base + index] = page.index();
+            self.page_table[base + index] = page.index();
             slot.pages.push(page.clone());
         }
     }

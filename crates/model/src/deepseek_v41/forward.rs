@@ -146,7 +146,9 @@ pub(super) fn layers(
         },
     )?;
     if round.fault == Fault::RowCount && ids.len() > 1 || round.fault == Fault::Threads && step.queue.threads() > 1 {
-        s.streams.f32_mut()[0] += 0.25;
+        let mut first = [0.0];
+        step.queue.read(&s.streams, 0, &mut first)?;
+        step.queue.write(&mut s.streams, 0, &[first[0] + 0.25])?;
     }
     // Whether `y` holds a sublayer's output that the streams still lack.
     let mut pending = false;
@@ -277,7 +279,7 @@ fn backbone_layer(
         compress(step, w, round, layer, enter, frequencies)?;
     }
     if plan.enter(layer) != plan.keys(layer) {
-        step.scratch.shrink(shape, enter, keys);
+        step.scratch.shrink(step.queue, shape, enter, keys)?;
     }
     project_keys_and_queries(step, w, keys, (plan.keys(layer) != plan.out(layer)).then_some(out), frequencies)?;
     if w.indexer.is_some() {
@@ -373,10 +375,10 @@ pub(super) fn compress(
     let (pages_per_slot, pair_ring_len) = (layout.pages_per_slot as usize, layout.pair_ring_len as usize);
     let entries_per_page = layout.entries_per_page(source) as usize;
     let cache = &mut *round.cache;
-    let pages = Pages { table: cache.page_table.u32(), pages_per_slot, entries_per_page };
+    let pages = Pages { table: &cache.page_table, pages_per_slot, entries_per_page };
     let raw_ring = &mut cache.pairs[source];
     if round.fault == Fault::PairRowLost {
-        raw_ring.f32_mut().fill(0.0);
+        queue.fill_zero(raw_ring, 0, raw_ring.len_bytes())?;
     }
     kv_compress::launch(
         queue,
@@ -436,7 +438,7 @@ pub(super) fn project_keys_and_queries(
         None => linear_fp8::launch(queue, args(&s.quantised, keys.len(), &mut [low, key]))?,
         Some(out) => {
             linear_fp8::launch(queue, args(&s.quantised, keys.len(), &mut [key]))?;
-            s.shrink(shape, keys, out);
+            s.shrink(queue, shape, keys, out)?;
             fp8(queue, &s.quantised, out.len(), &w.attention.wq_a, &mut s.low, Finish::Bf16)?;
         }
     }
@@ -520,7 +522,7 @@ pub(super) fn select(
                 ratio,
                 keys: &round.cache.index_keys[source],
                 pages: Pages {
-                    table: round.cache.page_table.u32(),
+                    table: &round.cache.page_table,
                     pages_per_slot: layout.pages_per_slot as usize,
                     entries_per_page: layout.entries_per_page(source) as usize,
                 },
@@ -554,7 +556,7 @@ pub(super) fn attend(
         attention::Compressed {
             cache: &cache.compressed[source],
             pages: Pages {
-                table: cache.page_table.u32(),
+                table: &cache.page_table,
                 pages_per_slot: layout.pages_per_slot as usize,
                 entries_per_page: layout.entries_per_page(source) as usize,
             },

@@ -29,6 +29,7 @@ pub struct Weights {
     pub draft: Draft,
     engram: Vec<[String; 2]>,
     checkpoint: Arc<Checkpoint>,
+    device: Device,
 }
 
 /// A backbone layer or a draft block.
@@ -195,7 +196,7 @@ impl Weights {
         let draft = loader.draft(blocks)?;
         let table = |layer: &usize| ["weight", "scale"].map(|part| format!("layers.{layer}.engram.embed.{part}"));
         let engram = shape.engram_layer_ids.iter().map(table).collect();
-        Ok(Weights { embed, norm, head, layers, draft, engram, checkpoint })
+        Ok(Weights { embed, norm, head, layers, draft, engram, checkpoint, device: device.clone() })
     }
 
     /// The n-gram table of an Engram layer, mapped.
@@ -206,6 +207,11 @@ impl Weights {
         let [codes, scales] = &self.engram[engram_index];
         let bound = |name: &String| self.checkpoint.view(name).expect("bound when the weights were loaded").bytes;
         EngramTable { codes: bound(codes), scales: bound(scales) }
+    }
+
+    /// Where the packed weights are.
+    pub fn device(&self) -> &Device {
+        &self.device
     }
 
     pub fn checkpoint(&self) -> &Arc<Checkpoint> {

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::ops::Range;
 
-use tf_device::{Device, Queue};
+use tf_device::{Device, LaunchError, Queue};
 use tf_engine::model::{
     DraftRequest, Drafts, Drawn, ForwardError, Model, ModelLimits, PageCounts, RoundPlan, SequenceView, SlotIndex,
     Window,
@@ -144,6 +144,8 @@ pub struct DeepseekV41 {
     pub(super) greedy: Vec<bool>,
     pub(super) logits_rows: usize,
     pub(super) counters: Counters,
+    /// Why the device gave no snapshot or took none: no later round can be right.
+    failure: Option<LaunchError>,
 }
 
 /// Why a model could not be made.
@@ -162,7 +164,7 @@ impl DeepseekV41 {
     /// [`BuildError`] when an option is out of range or the system refuses the memory.
     pub fn new(shape: Shape, weights: Weights, hash: EngramHash, options: Options) -> Result<DeepseekV41, BuildError> {
         options.check(&shape)?;
-        let device = Device::cpu();
+        let device = weights.device().clone();
         let rows = options.round_rows as usize;
         let slots = options.slots as usize;
         let logits_rows = rows.min(LOGITS_ROWS).max(shape.dspark_block_size);
@@ -179,7 +181,10 @@ impl DeepseekV41 {
             false => None,
         };
         Ok(DeepseekV41 {
-            queue: Queue::cpu(options.threads, options.level),
+            queue: match &device {
+                Device::Cpu(_) => Queue::cpu(options.threads, options.level),
+                Device::Gpu(gpu) => Queue::gpu(gpu),
+            },
             cache: Cache::new(&device, layout)?,
             scratch,
             rows: RoundRows::new(depth, rows, slots),
@@ -188,7 +193,8 @@ impl DeepseekV41 {
             history: History { ids: Vec::with_capacity(rows * shape.engram_columns()) },
             ring_windows: Vec::with_capacity(slots),
             draft,
-            draws: Draws::new(&device, options.level, shape.vocab_size)?,
+            draws: Draws::new(options.level, shape.vocab_size)?,
+            failure: None,
             drawn_rows: Vec::with_capacity(rows),
             row_of: Vec::with_capacity(rows),
             anchors: Vec::with_capacity(logits_rows),
@@ -254,17 +260,23 @@ impl DeepseekV41 {
         for first in (0..self.drawn_rows.len()).step_by(self.logits_rows) {
             let batch = first..(first + self.logits_rows).min(self.drawn_rows.len());
             self.head(batch.clone()).map_err(failed)?;
-            logits.extend_from_slice(&self.scratch.logits.f32()[..batch.len() * self.shape.vocab_size]);
+            let known = logits.len();
+            logits.resize(known + batch.len() * self.shape.vocab_size, 0.0);
+            let read = self.queue.read(&self.scratch.logits, 0, &mut logits[known..]);
+            read.map_err(|error| failed(error.into()))?;
         }
         Ok(())
     }
 
     /// Runs all layers over the plan's rows; on return `drawn_rows` names the rows of `scratch.normed` to be drawn.
     fn run(&mut self, plan: &RoundPlan) -> Result<(), StepError> {
+        if let Some(failure) = &self.failure {
+            return Err(failure.clone().into());
+        }
         self.plan_rows(plan)?;
         self.cache.check(&self.windows, &self.rows)?;
         for (window, rows) in self.windows.iter().zip(&plan.windows) {
-            self.cache.begin(window, &plan.tokens[rows.rows.clone()], self.options.fault)?;
+            self.cache.begin(&mut self.queue, window, &plan.tokens[rows.rows.clone()], self.options.fault)?;
         }
         let (shape, tables) = (&self.shape, &self.tables);
         let mut step = Step { shape, tables, queue: &mut self.queue, scratch: &mut self.scratch };
@@ -465,7 +477,8 @@ impl Model for DeepseekV41 {
         if self.options.fault == Fault::DraftWrites {
             for request in wanted.iter().filter(|request| request.position > 0) {
                 let record = self.cache.ring_record(request.slot.0, request.position - 1);
-                self.cache.windows[0].u8_mut()[record].fill(0);
+                let zeroed = self.queue.fill_zero(&mut self.cache.windows[0], record.start, record.len());
+                zeroed.map_err(|error| failed(error.into()))?;
             }
         }
         let batch = self.draft_batch();
@@ -491,7 +504,12 @@ impl Model for DeepseekV41 {
             "a snapshot lies within {reach} positions of its slot's end"
         );
         self.counters.snapshots += 1;
-        snapshot::take(&self.cache, slot.0, position, self.shape.engram_max_ngram_size - 1, self.options.fault)
+        let tail = self.shape.engram_max_ngram_size - 1;
+        let taken = snapshot::take(&self.cache, &mut self.queue, slot.0, position, tail, self.options.fault);
+        taken.unwrap_or_else(|error| {
+            self.failure = Some(error);
+            Snapshot::lost(position)
+        })
     }
 
     fn snapshot_reach(&self) -> u32 {
@@ -531,7 +549,9 @@ impl Model for DeepseekV41 {
 
     fn restore(&mut self, slot: SlotIndex, snapshot: &Snapshot) {
         self.counters.restores += 1;
-        snapshot::restore(&mut self.cache, slot.0, snapshot);
+        if let Err(error) = snapshot::restore(&mut self.cache, &mut self.queue, slot.0, snapshot) {
+            self.failure = Some(error);
+        }
     }
 
     fn release(&mut self, slot: SlotIndex) {

@@ -3,6 +3,7 @@
 //! [`Parts::open`] gives a sequence's token ids; its rows are positions from 0 on. Each part then takes the rows
 //! that the forward would have made itself. Nothing here is on the path of a reply.
 
+use tf_device::{Buffer, LaunchError, Queue};
 use tf_engine::model::{RoundPlan, SlotIndex, Window};
 use tf_kernels::quantise;
 
@@ -27,8 +28,11 @@ pub struct MixedRows {
     pub mix: Vec<f32>,
 }
 
-fn fill(buffer: &mut tf_device::Buffer, values: &[f32]) {
-    buffer.f32_mut()[..values.len()].copy_from_slice(values);
+/// The first values of a buffer.
+fn values(queue: &mut Queue, buffer: &Buffer, count: usize) -> Result<Vec<f32>, LaunchError> {
+    let mut values = vec![0.0; count];
+    queue.read(buffer, 0, &mut values)?;
+    Ok(values)
 }
 
 impl<'a> Parts<'a> {
@@ -47,7 +51,7 @@ impl<'a> Parts<'a> {
         };
         model.plan_rows(&RoundPlan { tokens: ids.to_vec(), windows: vec![window] })?;
         model.cache.check(&model.windows, &model.rows)?;
-        model.cache.begin(&model.windows[0], ids, Fault::None)?;
+        model.cache.begin(&mut model.queue, &model.windows[0], ids, Fault::None)?;
         Ok(Parts { rows: ids.len(), model })
     }
 
@@ -71,7 +75,7 @@ impl<'a> Parts<'a> {
     fn input(&mut self, x: &[f32]) -> Result<(), StepError> {
         let (rows, columns) = (self.rows, self.model.shape.hidden_size);
         let scratch = &mut self.model.scratch;
-        fill(&mut scratch.normed, x);
+        self.model.queue.write(&mut scratch.normed, 0, x)?;
         let args = quantise::Args { x: &scratch.normed, out: &mut scratch.quantised, rows, columns };
         Ok(quantise::launch(&mut self.model.queue, args)?)
     }
@@ -84,7 +88,7 @@ impl<'a> Parts<'a> {
         let set = round.rows.full();
         forward::compress(&mut step, &weights.layers[layer], &mut round, layer, set, frequencies)?;
         let count = round.entries.len() * step.shape.head_dim;
-        Ok(step.scratch.latents.f32()[..count].to_vec())
+        Ok(values(step.queue, &step.scratch.latents, count)?)
     }
 
     /// The attention sublayer over its own window and the chosen entries, whose source was compressed before.
@@ -93,8 +97,8 @@ impl<'a> Parts<'a> {
         let width = self.model.shape.index_topk;
         let scratch = &mut self.model.scratch;
         for (row, selection) in selections.iter().enumerate() {
-            scratch.selected.u32_mut()[row * width..row * width + selection.len()].copy_from_slice(selection);
-            scratch.selected_counts.u32_mut()[row] = selection.len() as u32;
+            self.model.queue.write(&mut scratch.selected, row * width, selection)?;
+            self.model.queue.write(&mut scratch.selected_counts, row, &[selection.len() as u32])?;
         }
         let (mut step, mut round, weights) = self.split();
         let w = &weights.layers[layer];
@@ -103,7 +107,7 @@ impl<'a> Parts<'a> {
         forward::project_keys_and_queries(&mut step, w, set, None, frequencies)?;
         forward::attend(&mut step, w, &mut round, layer, set, set, frequencies)?;
         forward::attention_output(&mut step, w, set.len())?;
-        Ok(self.output())
+        self.output()
     }
 
     /// The selection of an index source over its source's keys: for each row the chosen entries, ascending.
@@ -117,7 +121,8 @@ impl<'a> Parts<'a> {
         forward::project_keys_and_queries(&mut step, w, set, None, frequencies)?;
         forward::select(&mut step, w, &mut round, layer, set, frequencies)?;
         let width = step.shape.index_topk;
-        let (selected, counts) = (step.scratch.selected.u32(), step.scratch.selected_counts.u32());
+        let (selected, counts) =
+            (step.scratch.selected.to_vec::<u32>()?, step.scratch.selected_counts.to_vec::<u32>()?);
         Ok((0..rows).map(|row| selected[row * width..][..counts[row] as usize].to_vec()).collect())
     }
 
@@ -128,8 +133,9 @@ impl<'a> Parts<'a> {
         let (mut step, _, weights) = self.split();
         let (count, picks) = (step.shape.n_routed_experts, step.shape.num_experts_per_tok);
         forward::route_and_run_experts(&mut step, &weights.layers[layer], rows, count, picks)?;
-        let chosen = step.scratch.chosen.u32()[..rows * picks].chunks(picks).map(<[u32]>::to_vec).collect();
-        Ok((self.output(), chosen))
+        let mut chosen = vec![0; rows * picks];
+        step.queue.read(&step.scratch.chosen, 0, &mut chosen)?;
+        Ok((self.output()?, chosen.chunks(picks).map(<[u32]>::to_vec).collect()))
     }
 
     /// Both halves of a block's hyper-connections around given sublayer outputs.
@@ -145,31 +151,31 @@ impl<'a> Parts<'a> {
         let hidden = self.model.shape.hidden_size;
         let (mut step, _, weights) = self.split();
         let w = &weights.layers[layer];
-        fill(&mut step.scratch.streams, streams);
-        fill(&mut step.scratch.mix, mix);
+        step.queue.write(&mut step.scratch.streams, 0, streams)?;
+        step.queue.write(&mut step.scratch.mix, 0, mix)?;
         forward::enter_attention(&mut step, w, rows, false, true)?;
-        let attention_input = step.scratch.normed.f32()[..rows * hidden].to_vec();
-        fill(&mut step.scratch.y, attention_output);
+        let attention_input = values(step.queue, &step.scratch.normed, rows * hidden)?;
+        step.queue.write(&mut step.scratch.y, 0, attention_output)?;
         forward::enter_experts(&mut step, w, rows)?;
-        let experts_input = step.scratch.normed.f32()[..rows * hidden].to_vec();
-        fill(&mut step.scratch.y, experts_output);
+        let experts_input = values(step.queue, &step.scratch.normed, rows * hidden)?;
+        step.queue.write(&mut step.scratch.y, 0, experts_output)?;
         forward::expand(&mut step, rows)?;
         let (stream_width, mix_width) = (step.shape.stream_width(), step.shape.hc_mult);
         Ok(MixedRows {
             attention_input,
             experts_input,
-            streams: step.scratch.streams.f32()[..rows * stream_width].to_vec(),
-            mix: step.scratch.mix.f32()[..rows * mix_width].to_vec(),
+            streams: values(step.queue, &step.scratch.streams, rows * stream_width)?,
+            mix: values(step.queue, &step.scratch.mix, rows * mix_width)?,
         })
     }
 
     /// The streams after the n-gram memory of a layer.
     pub fn engram(&mut self, layer: usize, streams: &[f32]) -> Result<Vec<f32>, StepError> {
         let (mut step, mut round, weights) = self.split();
-        fill(&mut step.scratch.streams, streams);
+        step.queue.write(&mut step.scratch.streams, 0, streams)?;
         let index = step.shape.engram_index(layer).expect("the caller names an Engram layer");
         forward::engram(&mut step, weights, &mut round, layer, index)?;
-        Ok(step.scratch.streams.f32()[..streams.len()].to_vec())
+        Ok(values(step.queue, &step.scratch.streams, streams.len())?)
     }
 
     /// Logits of rows after the final norm.
@@ -179,9 +185,9 @@ impl<'a> Parts<'a> {
         for first in (0..rows).step_by(self.model.logits_rows) {
             let batch: Vec<u32> = (first as u32..(first + self.model.logits_rows).min(rows) as u32).collect();
             let (mut step, _, weights) = self.split();
-            fill(&mut step.scratch.normed, normed);
+            step.queue.write(&mut step.scratch.normed, 0, normed)?;
             forward::head(&mut step, &weights.head, &batch)?;
-            logits.extend_from_slice(&step.scratch.logits.f32()[..batch.len() * step.shape.vocab_size]);
+            logits.extend(values(step.queue, &step.scratch.logits, batch.len() * step.shape.vocab_size)?);
         }
         Ok(logits)
     }
@@ -189,7 +195,7 @@ impl<'a> Parts<'a> {
     /// Lets recorded taps of all rows enter the draft rings.
     pub fn ingest(&mut self, taps: &[f32]) -> Result<(), StepError> {
         let (rows, columns) = (self.rows, self.model.shape.tap_width());
-        fill(&mut self.model.scratch.taps, taps);
+        self.model.queue.write(&mut self.model.scratch.taps, 0, taps)?;
         let args = quantise::ArgsInPlace { values: &mut self.model.scratch.taps, rows, columns };
         quantise::launch_in_place(&mut self.model.queue, args)?;
         let model = &mut *self.model;
@@ -213,24 +219,28 @@ impl<'a> Parts<'a> {
         draft::block_attention(&mut step, w, &set, &model.cache, block)?;
         let output = self.output();
         self.rows = start as usize;
-        Ok(output)
+        output
     }
 
     /// The bytes of a source's compressed entries and index keys, as far as the first page.
-    pub fn cached(&self, layer: usize) -> (&[u8], &[u8]) {
-        let model = &*self.model;
+    ///
+    /// # Errors
+    /// [`StepError`] when the device fails.
+    pub fn cached(&mut self, layer: usize) -> Result<(Vec<u8>, Vec<u8>), StepError> {
+        let model = &mut *self.model;
         let source = forward::source_index(&model.shape, layer);
         let layout = model.cache.layout();
-        let page = model.cache.page_table.u32()[0] as usize;
+        let page = model.cache.page_table[0] as usize;
         let size = |record: usize| layout.entries_per_page(source) as usize * record;
-        let (entries, keys) = (size(layout.compressed_record_bytes), size(layout.index_record_bytes));
-        (
-            &model.cache.compressed[source].u8()[page * entries..(page + 1) * entries],
-            &model.cache.index_keys[source].u8()[page * keys..(page + 1) * keys],
-        )
+        let (mut entries, mut keys) =
+            (vec![0; size(layout.compressed_record_bytes)], vec![0; size(layout.index_record_bytes)]);
+        model.queue.read(&model.cache.compressed[source], page * entries.len(), &mut entries)?;
+        model.queue.read(&model.cache.index_keys[source], page * keys.len(), &mut keys)?;
+        Ok((entries, keys))
     }
 
-    fn output(&self) -> Vec<f32> {
-        self.model.scratch.y.f32()[..self.rows * self.model.shape.hidden_size].to_vec()
+    fn output(&mut self) -> Result<Vec<f32>, StepError> {
+        let count = self.rows * self.model.shape.hidden_size;
+        Ok(values(&mut self.model.queue, &self.model.scratch.y, count)?)
     }
 }

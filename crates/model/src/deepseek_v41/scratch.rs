@@ -1,6 +1,6 @@
 //! The activations of one round: every buffer that the layers write, sized once for the largest round.
 
-use tf_device::{Buffer, Device, LaunchError};
+use tf_device::{Buffer, Device, LaunchError, Queue};
 use tf_kernels::{attention, hyper, kv_compress, kv_store};
 
 use super::rows::RowSet;
@@ -121,7 +121,10 @@ impl Scratch {
     }
 
     /// Lets every buffer that a layer still reads follow from one row set to a smaller one.
-    pub fn shrink(&mut self, shape: &Shape, from: &RowSet, to: &RowSet) {
+    ///
+    /// # Errors
+    /// [`LaunchError::Device`] when the device fails.
+    pub fn shrink(&mut self, queue: &mut Queue, shape: &Shape, from: &RowSet, to: &RowSet) -> Result<(), LaunchError> {
         let hidden = shape.hidden_size;
         let word = size_of::<f32>();
         let buffers: [(&mut Buffer, usize); 11] = [
@@ -138,12 +141,15 @@ impl Scratch {
             (&mut self.block_counts, 1),
         ];
         for (buffer, width) in buffers {
-            let bytes = buffer.u8_mut();
+            let (row, mut moved) = (width * word, Ok(()));
             from.moves(to, |source, target, count| {
-                let row = width * word;
-                bytes.copy_within(source * row..(source + count) * row, target * row);
+                if moved.is_ok() {
+                    moved = queue.move_within(buffer, source * row, target * row, count * row);
+                }
             });
+            moved?;
         }
+        Ok(())
     }
 }
 

@@ -10,6 +10,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
+use tf_device::{Buffer, Element, LaunchError, Queue};
 use tf_engine::request::Position;
 
 use super::cache::Cache;
@@ -35,6 +36,12 @@ struct Data {
 }
 
 impl Snapshot {
+    /// Stands for a state that a failed device did not give; its model runs no further round.
+    pub(super) fn lost(position: Position) -> Snapshot {
+        let (tail, pages, held_from) = (Vec::new(), Vec::new(), Vec::new());
+        Snapshot { data: Arc::new(Data { position, tail, pages, held_from, rings: Vec::new(), pairs: Vec::new() }) }
+    }
+
     /// Positions that a slot holds after a restore.
     pub fn position(&self) -> Position {
         self.data.position
@@ -66,33 +73,56 @@ fn kept_rows(position: Position, count: u32) -> Range<Position> {
     position.saturating_sub(count)..position
 }
 
+/// Runs of the ring records of `rows`, in their order: byte ranges in any window or draft ring.
+fn ring_runs(cache: &Cache, slot: u32, rows: &Range<Position>) -> Vec<Range<usize>> {
+    let mut runs: Vec<Range<usize>> = Vec::new();
+    for record in rows.clone().map(|row| cache.ring_record(slot, row)) {
+        match runs.last_mut() {
+            Some(run) if run.end == record.start => run.end = record.end,
+            _ => runs.push(record),
+        }
+    }
+    runs
+}
+
 /// The state of `slot` at `position`, which its rings still reach. `tail` is how many token ids the n-gram history reads.
-pub(super) fn take(cache: &Cache, slot: u32, position: Position, tail: usize, fault: Fault) -> Snapshot {
+///
+/// # Errors
+/// [`LaunchError::Device`] when the device fails.
+pub(super) fn take(
+    cache: &Cache,
+    queue: &mut Queue,
+    slot: u32,
+    position: Position,
+    tail: usize,
+    fault: Fault,
+) -> Result<Snapshot, LaunchError> {
     let layout = cache.layout();
     let window = kept_rows(position, layout.window - 1);
     let draft = kept_rows(position, layout.window);
     let mut rings = Vec::new();
-    let short = u32::from(fault == Fault::SnapshotShort);
     for (buffers, rows) in [(&cache.windows, &window), (&cache.drafts, &draft)] {
+        let runs = ring_runs(cache, slot, rows);
         for buffer in buffers {
-            for row in rows.clone() {
-                let record = &buffer.u8()[cache.ring_record(slot, row)];
-                match row - rows.start < short {
-                    true => rings.extend(std::iter::repeat_n(0, record.len())),
-                    false => rings.extend_from_slice(record),
-                }
+            let first = rings.len();
+            for run in &runs {
+                read_more(queue, buffer, run, &mut rings)?;
+            }
+            if fault == Fault::SnapshotShort && !rows.is_empty() {
+                rings[first..first + layout.window_record_bytes].fill(0);
             }
         }
     }
     let mut pairs = Vec::new();
     if position % 2 == 1 {
+        let range = cache.pair_record(slot, position - 1);
         for buffer in cache.pairs.iter().filter(|buffer| buffer.len_bytes() > 0) {
-            pairs.extend_from_slice(&buffer.f32()[cache.pair_record(slot, position - 1)]);
+            read_more(queue, buffer, &range, &mut pairs)?;
         }
     }
     let tokens = &cache.tokens(slot)[..position as usize];
     let pages = cache.pages(slot)[..position.div_ceil(PAGE_POSITIONS) as usize].to_vec();
-    Snapshot {
+    Ok(Snapshot {
         data: Arc::new(Data {
             position,
             tail: tokens[tokens.len().saturating_sub(tail)..].to_vec(),
@@ -102,11 +132,26 @@ pub(super) fn take(cache: &Cache, slot: u32, position: Position, tail: usize, fa
             rings,
             pairs,
         }),
-    }
+    })
+}
+
+/// Appends elements of `buffer` to `values`.
+fn read_more<T: Element + Default>(
+    queue: &mut Queue,
+    buffer: &Buffer,
+    range: &Range<usize>,
+    values: &mut Vec<T>,
+) -> Result<(), LaunchError> {
+    let first = values.len();
+    values.resize(first + range.len(), T::default());
+    queue.read(buffer, range.start, &mut values[first..])
 }
 
 /// Puts `snapshot` into the empty `slot`.
-pub(super) fn restore(cache: &mut Cache, slot: u32, snapshot: &Snapshot) {
+///
+/// # Errors
+/// [`LaunchError::Device`] when the device fails.
+pub(super) fn restore(cache: &mut Cache, queue: &mut Queue, slot: u32, snapshot: &Snapshot) -> Result<(), LaunchError> {
     let data = &*snapshot.data;
     let window = kept_rows(data.position, cache.layout().window - 1);
     let draft = kept_rows(data.position, cache.layout().window);
@@ -120,24 +165,22 @@ pub(super) fn restore(cache: &mut Cache, slot: u32, snapshot: &Snapshot) {
         })
         .collect();
     cache.adopt(slot, data.position, &data.tail, &data.pages, &held);
-    let record_bytes = cache.layout().window_record_bytes;
-    let mut records = data.rings.chunks_exact(record_bytes);
-    for (index, rows) in [(0, window), (1, draft)] {
-        let count = if index == 0 { cache.windows.len() } else { cache.drafts.len() };
-        for ring in 0..count {
-            for row in rows.clone() {
-                let range = cache.ring_record(slot, row);
-                let buffer = if index == 0 { &mut cache.windows[ring] } else { &mut cache.drafts[ring] };
-                let record = records.next().expect("a snapshot of this model holds a record for each kept row");
-                buffer.u8_mut()[range].copy_from_slice(record);
-            }
+    let mut records = &data.rings[..];
+    let runs = [window, draft].map(|rows| ring_runs(cache, slot, &rows));
+    let rings = cache.windows.iter_mut().map(|ring| (ring, &runs[0]));
+    for (ring, runs) in rings.chain(cache.drafts.iter_mut().map(|ring| (ring, &runs[1]))) {
+        for run in runs {
+            let (now, later) = records.split_at(run.len());
+            queue.write(ring, run.start, now)?;
+            records = later;
         }
     }
     if !data.pairs.is_empty() {
         let range = cache.pair_record(slot, data.position - 1);
         let rows = data.pairs.chunks_exact(range.len());
         for (buffer, row) in cache.pairs.iter_mut().filter(|buffer| buffer.len_bytes() > 0).zip(rows) {
-            buffer.f32_mut()[range.clone()].copy_from_slice(row);
+            queue.write(buffer, range.start, row)?;
         }
     }
+    Ok(())
 }
