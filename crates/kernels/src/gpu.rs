@@ -1,7 +1,8 @@
 //! What the GPU launchers of the families share: how a program is named, and the metadata that kernels read as it is.
 
 use crate::rows::{EntryInfo, RowInfo, WindowInfo};
-use tf_device::gpu::{Plain, Program};
+use tf_device::Buffer;
+use tf_device::gpu::{Binding, Plain, Program};
 
 /// Texts that the Metal sources include.
 pub const METAL_INCLUDES: &[(&str, &str)] = &[
@@ -21,6 +22,37 @@ pub fn groups_of(items: usize) -> u32 {
 /// The program of a family: its folder's name, the text of its `kernel.metal`, and whether it has a `kernel.cu`.
 pub const fn program(name: &'static str, metal: Option<&'static str>, cuda: bool) -> Program {
     Program { name, metal, metal_includes: METAL_INCLUDES, cuda }
+}
+
+/// A count as a launch takes it; what does not fit is refused there, as beyond every limit.
+pub(crate) fn count(value: usize) -> u32 {
+    u32::try_from(value).unwrap_or(u32::MAX)
+}
+
+/// Groups and threads of a launch with one thread an item.
+pub(crate) fn a_thread_each(items: usize) -> (u32, u32) {
+    (count(items.div_ceil(256)), 256)
+}
+
+/// Groups and threads of a launch with one SIMD group (warp) an item: few items are spread over the device.
+pub(crate) fn a_simd_group_each(items: usize) -> (u32, u32) {
+    let in_group = if items <= 256 { 1 } else { 4 };
+    (count(items.div_ceil(in_group)), 32 * count(in_group))
+}
+
+/// An output that may be left out. The kernel is told by a flag of its shape.
+pub(crate) fn optional(buffer: Option<&mut Buffer>) -> Binding<'_> {
+    buffer.map_or(Binding::Missing, Binding::Write)
+}
+
+/// Marks of rows as bytes.
+pub(crate) fn mark_bytes(marks: &[bool]) -> Vec<u8> {
+    marks.iter().map(|mark| u8::from(*mark)).collect()
+}
+
+/// Marks as a kernel reads them, left out where there are none.
+pub(crate) fn marks(bytes: &[u8]) -> Binding<'_> {
+    if bytes.is_empty() { Binding::Missing } else { Binding::Bytes(bytes) }
 }
 
 // SAFETY: three u32 in declared order.

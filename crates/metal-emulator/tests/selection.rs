@@ -108,7 +108,7 @@ fn indexer() {
                 input(&blocks),
                 input(&block_counts),
                 output(rows.len() * stride),
-                shape(&[&sizes[..], &[u32::from(restricted), 4, 5]].concat()),
+                shape(&[&sizes[..], &[u32::from(restricted), 4, 5, stride as u32]].concat()),
             ];
             run(program, "index_score", (rows.len() * stride).div_ceil(32), simdgroups, &mut args)
                 .map(|()| outputs(&args, &[7]))
@@ -228,6 +228,8 @@ fn selection() {
                 output(rows.len()),
                 in_place(&blocks_before),
                 in_place(&counts_before),
+                input(&blocks_before),
+                input(&counts_before),
                 shape(&sizes),
             ];
             run(program, "top_k", rows.len(), simdgroups, &mut args).map(|()| outputs(&args, &[2, 3, 4, 5]))

@@ -61,7 +61,7 @@ kernel void attention(device const float *q [[buffer(0)]], device const RowInfo 
     const uint row = item / shape.heads, head = item % shape.heads, head_dim = shape.head_dim;
     const uint slot = rows[row].slot, position = rows[row].position, window = rows[row].window;
     const uint start = windows[window].start;
-    const uint count = shape.selected_max == 0u ? 0u : counts[row];
+    const uint count = shape.selected_max == 0u ? 0u : min(counts[row], shape.selected_max);
     const uint end = shape.is_block != 0u ? start + windows[window].row_count : position + 1u;
     const uint reach = shape.is_block != 0u ? start : position + 1u;
     const uint first = reach > shape.window ? reach - shape.window : 0u;

@@ -1,4 +1,4 @@
-use super::{Args, Span, cpu, scratch_floats};
+use super::{Args, Span, cpu, gpu, scratch_floats};
 use crate::kv_store::{self, check_head_dim, check_rope};
 use tf_device::{LaunchError, Queue};
 
@@ -50,7 +50,7 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
             LaunchError::check_room("the scratch of attention", args.scratch.len_of::<f32>(), floats)?;
             cpu::run(queue, args);
         }
-        Queue::Gpu(queue) => return Err(queue.unsupported(kernel)),
+        Queue::Gpu(queue) => gpu::run(queue, args)?,
     }
     Ok(())
 }

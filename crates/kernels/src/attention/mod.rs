@@ -20,6 +20,7 @@
 
 pub(crate) mod contract;
 mod cpu;
+mod gpu;
 mod launch;
 pub mod reference;
 
@@ -80,7 +81,7 @@ pub struct Args<'a> {
     pub sinks: &'a Buffer,
     /// `[rope_dim / 2]`.
     pub frequencies: &'a [f32],
-    /// f32, at least [`scratch_floats`].
+    /// f32, at least [`scratch_floats`] on the CPU; see [`gpu_scratch_floats`].
     pub scratch: &'a mut Buffer,
     /// `[rows, heads, head_dim]` f32, at least.
     pub out: &'a mut Buffer,
@@ -96,6 +97,17 @@ pub const fn thread_scratch_floats(shape: Shape) -> usize {
     let keys = shape.selected_max + shape.window + TILE_ROWS + shape.block_rows;
     // Decoded keys, scores of one head block, the block's transposed queries.
     keys * shape.head_dim + keys * HEAD_BLOCK + shape.head_dim * HEAD_BLOCK
+}
+
+/// Keys of a row, at most.
+pub(crate) const fn gpu_keys(shape: Shape) -> usize {
+    shape.selected_max + shape.window + shape.block_rows
+}
+
+/// Floats of [`Args::scratch`] with which CUDA computes `rows` rows at a time: their scores and denominators. With fewer it
+/// takes more launches; one row's are needed. Metal needs none.
+pub const fn gpu_scratch_floats(shape: Shape, rows: usize) -> usize {
+    rows * shape.heads * (gpu_keys(shape) + 1)
 }
 
 /// Floats of [`Args::scratch`] for a queue of `threads` threads.

@@ -1,4 +1,4 @@
-use super::{Args, cpu};
+use super::{Args, cpu, gpu};
 use tf_device::{LaunchError, Queue};
 
 /// Runs [`super`]'s formula for every row of `ids`.
@@ -23,7 +23,7 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     }
     match queue.launching("embed") {
         Queue::Cpu(queue) => cpu::run(queue, args),
-        Queue::Gpu(queue) => return Err(queue.unsupported("embed")),
+        Queue::Gpu(queue) => gpu::run(queue, args)?,
     }
     Ok(())
 }

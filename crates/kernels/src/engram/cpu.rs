@@ -33,6 +33,14 @@ pub(super) fn run_gather(queue: &mut CpuQueue, args: GatherArgs<'_>) -> Result<(
     }
 }
 
+/// Refuses a damaged table row.
+pub(super) fn check_row(row: u32, codes: &[u8], scales: &[u8], head_dim: usize) -> Result<(), EngramError> {
+    let groups = head_dim / 32;
+    let is_damaged = scales[row as usize * groups..][..groups].contains(&255)
+        || codes[row as usize * head_dim..][..head_dim].iter().any(|code| code & 0x7f == 0x7f);
+    if is_damaged { Err(name_damage(codes, scales, row, head_dim)) } else { Ok(()) }
+}
+
 /// Finds the NaN of a damaged table row again.
 fn name_damage(codes: &[u8], scales: &[u8], row: u32, head_dim: usize) -> EngramError {
     let groups = head_dim / 32;

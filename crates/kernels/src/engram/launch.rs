@@ -1,4 +1,4 @@
-use super::{EngramError, GateArgs, GatherArgs, cpu};
+use super::{EngramError, GateArgs, GatherArgs, cpu, gpu};
 use crate::hyper::STREAMS;
 use tf_device::{LaunchError, Queue};
 
@@ -23,7 +23,7 @@ pub fn launch_gather(queue: &mut Queue, args: GatherArgs<'_>) -> Result<(), Engr
     LaunchError::check_room("the n-gram rows", args.out.len_of::<f32>(), args.ids.len() * head_dim)?;
     match queue.launching("engram/gather") {
         Queue::Cpu(queue) => cpu::run_gather(queue, args),
-        Queue::Gpu(queue) => Err(queue.unsupported("engram/gather").into()),
+        Queue::Gpu(queue) => gpu::run_gather(queue, args),
     }
 }
 
@@ -46,7 +46,7 @@ pub fn launch_gate(queue: &mut Queue, args: GateArgs<'_>) -> Result<(), LaunchEr
     }
     match queue.launching("engram/gate") {
         Queue::Cpu(queue) => cpu::run_gate(queue, args),
-        Queue::Gpu(queue) => return Err(queue.unsupported("engram/gate")),
+        Queue::Gpu(queue) => gpu::run_gate(queue, args)?,
     }
     Ok(())
 }

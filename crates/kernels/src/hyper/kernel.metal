@@ -1,17 +1,18 @@
 // hyper: the hyper-connections of four residual streams; formulas and roundings in mod.rs.
-// A sublayer enters by three launches: hyper_expand, hyper_products, hyper_finish.
+// A sublayer enters by three launches: hyper_expand, hyper_products, hyper_finish; hyper_collapse ends a stack.
 //
 // streams [rows, 4, hidden] f32 in place   y [rows, hidden] f32   mix, post [rows, 4] f32   comb [rows, 4, 4] f32 (source,
 // target)   function [24, 4 hidden] f32   base [24]   scale [3]   norm [hidden]   scratch [rows, 32] f32
 // grid hyper_expand: a thread a column of a row, any threadgroup. hyper_products: a SIMD group for two of a row's 24 outputs,
-//      a 13th for the sum of squares. hyper_finish, hyper_tap: a SIMD group a row. No threadgroup memory
+//      a 13th for the sum of squares. hyper_finish,
+//      hyper_collapse, hyper_tap: a SIMD group a row. No threadgroup memory
 // sum  order::dot for the products (16 lanes an output), order::sum_squares for the squares, as on the CPU; the sums of four
 //      in index order
 // max  hidden is a multiple of 32
 #include "prelude.metal"
 
 struct Shape {
-    uint rows, hidden, iterations, outputs; // outputs: bit 0 normed, bit 1 quantised, bit 2 collapsed, bit 3 mixes
+    uint rows, hidden, iterations, outputs; // outputs: bit 0 normed, bit 1 quantised, bit 2 collapsed
     float hc_eps, norm_eps;
     uint out_columns, out_offset;
 };
@@ -69,17 +70,10 @@ inline float collapse_column(device const float *x, uint hidden, float m0, float
     return bf16_round(sum);
 }
 
-kernel void hyper_finish(device const float *streams [[buffer(0)]], device float *mix [[buffer(1)]],
-                         device float *post [[buffer(2)]], device float *comb [[buffer(3)]],
-                         device const float *base [[buffer(4)]], device const float *scale [[buffer(5)]],
-                         device const float *norm [[buffer(6)]], device const float *scratch [[buffer(7)]],
-                         device float *normed [[buffer(8)]], device float *quantised [[buffer(9)]],
-                         device float *collapsed [[buffer(10)]], constant Shape &shape [[buffer(11)]],
-                         uint group [[threadgroup_position_in_grid]],
-                         uint simdgroup [[simdgroup_index_in_threadgroup]],
-                         uint simdgroups [[simdgroups_per_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
-    const uint row = group * simdgroups + simdgroup, hidden = shape.hidden;
-    if (row >= shape.rows) return;
+// The collapsed row and its norm, by a SIMD group.
+inline void collapse_row(device const float *streams, device const float *mix, device const float *norm, device float *normed,
+                         device float *quantised, device float *collapsed, uint row, uint lane, constant Shape &shape) {
+    const uint hidden = shape.hidden;
     device const float *x = streams + row * 4u * hidden;
     const float m0 = mix[row * 4u], m1 = mix[row * 4u + 1u], m2 = mix[row * 4u + 2u], m3 = mix[row * 4u + 3u];
 
@@ -100,7 +94,31 @@ kernel void hyper_finish(device const float *streams [[buffer(0)]], device float
         if ((shape.outputs & 1u) != 0u) normed[row * hidden + c] = value;
         if ((shape.outputs & 2u) != 0u) quantised[row * hidden + c] = fp8_round(value);
     }
-    if ((shape.outputs & 8u) == 0u) return;
+}
+
+kernel void hyper_collapse(device const float *streams [[buffer(0)]], device const float *mix [[buffer(1)]],
+                           device const float *norm [[buffer(2)]], device float *normed [[buffer(3)]],
+                           device float *quantised [[buffer(4)]], device float *collapsed [[buffer(5)]],
+                           constant Shape &shape [[buffer(6)]], uint group [[threadgroup_position_in_grid]],
+                           uint simdgroup [[simdgroup_index_in_threadgroup]],
+                           uint simdgroups [[simdgroups_per_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+    const uint row = group * simdgroups + simdgroup;
+    if (row >= shape.rows) return;
+    collapse_row(streams, mix, norm, normed, quantised, collapsed, row, lane, shape);
+}
+
+kernel void hyper_finish(device const float *streams [[buffer(0)]], device float *mix [[buffer(1)]],
+                         device float *post [[buffer(2)]], device float *comb [[buffer(3)]],
+                         device const float *base [[buffer(4)]], device const float *scale [[buffer(5)]],
+                         device const float *norm [[buffer(6)]], device const float *scratch [[buffer(7)]],
+                         device float *normed [[buffer(8)]], device float *quantised [[buffer(9)]],
+                         device float *collapsed [[buffer(10)]], constant Shape &shape [[buffer(11)]],
+                         uint group [[threadgroup_position_in_grid]],
+                         uint simdgroup [[simdgroup_index_in_threadgroup]],
+                         uint simdgroups [[simdgroups_per_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+    const uint row = group * simdgroups + simdgroup, hidden = shape.hidden;
+    if (row >= shape.rows) return;
+    collapse_row(streams, mix, norm, normed, quantised, collapsed, row, lane, shape);
 
     // The old mix has been read by every lane before one of them writes the new one.
     simdgroup_barrier(mem_flags::mem_device);

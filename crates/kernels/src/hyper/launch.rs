@@ -1,4 +1,4 @@
-use super::{CollapseArgs, EnterArgs, ExpandArgs, MIXES, SCRATCH_FLOATS, STREAMS, TapArgs, cpu};
+use super::{CollapseArgs, EnterArgs, ExpandArgs, MIXES, SCRATCH_FLOATS, STREAMS, TapArgs, cpu, gpu};
 use tf_device::{LaunchError, Queue};
 
 /// Expands the sublayer before (with `y`), computes this sublayer's mixes and its normalised input.
@@ -28,7 +28,7 @@ pub fn launch_enter(queue: &mut Queue, args: EnterArgs<'_>) -> Result<(), Launch
     }
     match queue.launching("hyper/enter") {
         Queue::Cpu(queue) => cpu::run_enter(queue, args),
-        Queue::Gpu(queue) => return Err(queue.unsupported("hyper/enter")),
+        Queue::Gpu(queue) => gpu::run_enter(queue, args)?,
     }
     Ok(())
 }
@@ -49,7 +49,7 @@ pub fn launch_expand(queue: &mut Queue, args: ExpandArgs<'_>) -> Result<(), Laun
     LaunchError::check_room("the comb weights", args.comb.len_of::<f32>(), rows * STREAMS * STREAMS)?;
     match queue.launching("hyper/expand") {
         Queue::Cpu(queue) => cpu::run_expand(queue, args),
-        Queue::Gpu(queue) => return Err(queue.unsupported("hyper/expand")),
+        Queue::Gpu(queue) => gpu::run_expand(queue, args)?,
     }
     Ok(())
 }
@@ -72,7 +72,7 @@ pub fn launch_collapse(queue: &mut Queue, args: CollapseArgs<'_>) -> Result<(), 
     }
     match queue.launching("hyper/collapse") {
         Queue::Cpu(queue) => cpu::run_collapse(queue, args),
-        Queue::Gpu(queue) => return Err(queue.unsupported("hyper/collapse")),
+        Queue::Gpu(queue) => gpu::run_collapse(queue, args)?,
     }
     Ok(())
 }
@@ -92,7 +92,7 @@ pub fn launch_tap(queue: &mut Queue, args: TapArgs<'_>) -> Result<(), LaunchErro
     LaunchError::check_room("the taps", args.out.len_of::<f32>(), rows * args.out_columns)?;
     match queue.launching("hyper/tap") {
         Queue::Cpu(queue) => cpu::run_tap(queue, args),
-        Queue::Gpu(queue) => return Err(queue.unsupported("hyper/tap")),
+        Queue::Gpu(queue) => gpu::run_tap(queue, args)?,
     }
     Ok(())
 }

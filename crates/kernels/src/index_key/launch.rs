@@ -1,4 +1,4 @@
-use super::{Args, BLOCK, cpu, page_bytes};
+use super::{Args, BLOCK, cpu, gpu, page_bytes};
 use crate::kv_store::check_rope;
 use crate::rows::Pages;
 use tf_device::{LaunchError, Queue};
@@ -23,7 +23,7 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     }
     match queue.launching("index_key") {
         Queue::Cpu(queue) => cpu::run(queue, args),
-        Queue::Gpu(queue) => return Err(queue.unsupported("index_key")),
+        Queue::Gpu(queue) => gpu::run(queue, args)?,
     }
     Ok(())
 }

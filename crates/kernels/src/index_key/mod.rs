@@ -11,6 +11,7 @@
 
 pub(crate) mod contract;
 mod cpu;
+mod gpu;
 mod launch;
 pub mod reference;
 

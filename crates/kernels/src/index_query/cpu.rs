@@ -28,7 +28,7 @@ pub(super) fn run(queue: &mut CpuQueue, args: Args<'_>) {
 }
 
 /// `head_dim^-0.5 * heads^-0.5`; root and division are IEEE operations, so it is the same everywhere.
-fn weight_factor(heads: usize, head_dim: usize) -> f32 {
+pub(super) fn weight_factor(heads: usize, head_dim: usize) -> f32 {
     (1.0 / ((heads * head_dim) as f64).sqrt()) as f32
 }
 

@@ -1,4 +1,4 @@
-use super::{Args, cpu};
+use super::{Args, cpu, gpu};
 use crate::kv_store::check_rope;
 use tf_device::{LaunchError, Queue};
 
@@ -18,7 +18,7 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     LaunchError::check_room("the index weights", args.weights.len_of::<f32>(), rows * heads)?;
     match queue.launching("index_query") {
         Queue::Cpu(queue) => cpu::run(queue, args),
-        Queue::Gpu(queue) => return Err(queue.unsupported("index_query")),
+        Queue::Gpu(queue) => gpu::run(queue, args)?,
     }
     Ok(())
 }

@@ -7,6 +7,7 @@
 
 pub(crate) mod contract;
 mod cpu;
+mod gpu;
 mod launch;
 pub mod reference;
 

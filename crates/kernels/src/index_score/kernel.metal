@@ -10,6 +10,7 @@
 struct Shape {
     uint tile_first, tile_rows, heads, head_dim, ratio, pages_per_slot, entries_per_page, skip_visible, stride;
     uint restricted, blocks_max, block_size;
+    uint columns; // scores of a row that are looked at, at most the stride
 };
 
 constant uint TILE = 8; // heads that share a decoded column
@@ -19,7 +20,7 @@ kernel void index_score(device const float *queries [[buffer(0)]], device const 
                         device const uint *table [[buffer(4)]], device const uint *blocks [[buffer(5)]],
                         device const uint *block_counts [[buffer(6)]], device float *scores [[buffer(7)]],
                         constant Shape &shape [[buffer(8)]], uint item [[thread_position_in_grid]]) {
-    const uint tile_row = item / shape.stride, j = item % shape.stride, row = shape.tile_first + tile_row;
+    const uint tile_row = item / shape.columns, j = item % shape.columns, row = shape.tile_first + tile_row;
     if (tile_row >= shape.tile_rows) return;
     const uint slot = rows[row].slot, seen = (rows[row].position + 1u) / shape.ratio;
     if (seen <= shape.skip_visible) return;
@@ -55,5 +56,5 @@ kernel void index_score(device const float *queries [[buffer(0)]], device const 
             total = fma(weights[row * shape.heads + first + h], max_second(dots[h], 0.0f), total);
         }
     }
-    scores[item] = total;
+    scores[tile_row * shape.stride + j] = total;
 }

@@ -1,4 +1,4 @@
-use super::{Args, HEAD_DIM_MAX, HEADS_MAX, Scored, SelectArgs, cpu};
+use super::{Args, HEAD_DIM_MAX, HEADS_MAX, Scored, SelectArgs, cpu, gpu};
 use crate::index_key::{check_key_cache, page_bytes};
 use crate::rows::visible;
 use crate::top_k::{self, Candidates, check_candidates, check_selection};
@@ -27,7 +27,7 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     }
     match queue.launching("index_score") {
         Queue::Cpu(queue) => cpu::run(queue, args),
-        Queue::Gpu(queue) => return Err(queue.unsupported("index_score")),
+        Queue::Gpu(queue) => gpu::run(queue, args)?,
     }
     Ok(())
 }

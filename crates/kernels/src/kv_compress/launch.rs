@@ -1,4 +1,4 @@
-use super::{Args, cpu, raw_columns, record_bytes};
+use super::{Args, cpu, gpu, raw_columns, record_bytes};
 use crate::kv_store::{check_head_dim, check_rope};
 use tf_device::{LaunchError, Queue};
 
@@ -30,7 +30,7 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     let kernel = if args.ratio == 1 { "kv_compress/ratio1" } else { "kv_compress/ratio2" };
     match queue.launching(kernel) {
         Queue::Cpu(queue) => cpu::run(queue, args),
-        Queue::Gpu(queue) => return Err(queue.unsupported(kernel)),
+        Queue::Gpu(queue) => gpu::run(queue, args)?,
     }
     Ok(())
 }

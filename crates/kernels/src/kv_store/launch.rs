@@ -1,4 +1,4 @@
-use super::{Args, HEAD_DIM_MAX, RingArgs, cpu, record_bytes};
+use super::{Args, HEAD_DIM_MAX, RingArgs, cpu, gpu, record_bytes};
 use crate::rope::ROPE_DIM_MAX;
 use tf_device::{LaunchError, Queue};
 
@@ -18,7 +18,7 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     LaunchError::check_room("the window records", args.records.len_bytes(), rows * record_bytes(head_dim))?;
     match queue.launching("kv_store") {
         Queue::Cpu(queue) => cpu::run(queue, args),
-        Queue::Gpu(queue) => return Err(queue.unsupported("kv_store")),
+        Queue::Gpu(queue) => gpu::run(queue, args)?,
     }
     Ok(())
 }
@@ -36,7 +36,7 @@ pub fn launch_ring(queue: &mut Queue, args: RingArgs<'_>) -> Result<(), LaunchEr
     }
     match queue.launching("kv_store/ring") {
         Queue::Cpu(queue) => cpu::run_ring(queue, args),
-        Queue::Gpu(queue) => return Err(queue.unsupported("kv_store/ring")),
+        Queue::Gpu(queue) => gpu::run_ring(queue, args)?,
     }
     Ok(())
 }

@@ -1,6 +1,7 @@
 // moe_route: s = sqrt(softplus(logits)); the top_k largest s + bias are chosen, equal ones by the smaller id; the weight of a
 //            chosen expert is (s / (sum + 1e-20)) * factor, sum the chosen s added in ascending id
-// in   logits [rows, experts] f32   bias, bias_image [experts] f32   image [rows] u8: rows that use bias_image
+// in   logits [rows, experts] f32   bias, bias_image [experts] f32   image [rows] u8: rows that use
+//      bias_image, where `has_images` is set
 // out  chosen [rows, top_k] u32, ascending   weights [rows, top_k] f32
 // grid one SIMD group a row, lane l holding experts l, l + 32, ...; threadgroup a multiple of 32; no threadgroup memory
 // max  experts 512, top_k 16 and at most experts (checked by launch). A NaN counts as minus infinity
@@ -9,6 +10,7 @@
 struct Shape {
     uint rows, experts, top_k;
     float factor;
+    uint has_images;
 };
 
 constant uint SLOTS = 16; // of 32 experts
@@ -30,7 +32,8 @@ kernel void moe_route(device const float *logits [[buffer(0)]], device const flo
         keys[s] = 0u;
         if (id < shape.experts) {
             scores[s] = sqrt(softplus_own(logits[row * shape.experts + id]));
-            const float value = scores[s] + (image[row] != 0 ? bias_image[id] : bias[id]);
+            const bool has_images = shape.has_images != 0u;
+            const float value = scores[s] + (has_images && image[row] != 0 ? bias_image[id] : bias[id]);
             keys[s] = max(order_key(value), 0x007fffffu);
         }
     }

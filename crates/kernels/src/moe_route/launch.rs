@@ -1,4 +1,4 @@
-use super::{Args, EXPERTS_MAX, TOP_K_MAX, cpu};
+use super::{Args, EXPERTS_MAX, TOP_K_MAX, cpu, gpu};
 use tf_device::{LaunchError, Queue};
 
 /// Chooses the experts of every row.
@@ -24,7 +24,7 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     LaunchError::check_room("the experts' weights", args.weights.len_of::<f32>(), rows * top_k)?;
     match queue.launching("moe_route") {
         Queue::Cpu(queue) => cpu::run(queue, args),
-        Queue::Gpu(queue) => return Err(queue.unsupported("moe_route")),
+        Queue::Gpu(queue) => gpu::run(queue, args)?,
     }
     Ok(())
 }

@@ -1,6 +1,6 @@
 //! Checks the arguments against each other and runs them on the queue's backend.
 
-use super::{Args, ArgsInPlace, cpu};
+use super::{Args, ArgsInPlace, cpu, gpu};
 use tf_device::{LaunchError, Queue};
 
 /// Writes the rounded rows of `x` to `out`; `rows` 0 is no work.
@@ -18,7 +18,7 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
             let count = args.rows * args.columns;
             cpu::run(queue, Some(&args.x.f32()[..count]), &mut args.out.f32_mut()[..count], args.columns);
         }
-        Queue::Gpu(queue) => return Err(queue.unsupported("quantise")),
+        Queue::Gpu(queue) => gpu::run(queue, args)?,
     }
     Ok(())
 }
@@ -36,7 +36,7 @@ pub fn launch_in_place(queue: &mut Queue, args: ArgsInPlace<'_>) -> Result<(), L
         Queue::Cpu(queue) => {
             cpu::run(queue, None, &mut args.values.f32_mut()[..args.rows * args.columns], args.columns);
         }
-        Queue::Gpu(queue) => return Err(queue.unsupported("quantise/in_place")),
+        Queue::Gpu(queue) => gpu::run_in_place(queue, args)?,
     }
     Ok(())
 }

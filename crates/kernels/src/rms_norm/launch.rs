@@ -1,4 +1,4 @@
-use super::{Args, cpu};
+use super::{Args, cpu, gpu};
 use tf_device::{LaunchError, Queue};
 
 /// Runs [`super`]'s formula for every row.
@@ -19,7 +19,7 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     }
     match queue.launching("rms_norm") {
         Queue::Cpu(queue) => cpu::run(queue, args),
-        Queue::Gpu(queue) => return Err(queue.unsupported("rms_norm")),
+        Queue::Gpu(queue) => gpu::run(queue, args)?,
     }
     Ok(())
 }

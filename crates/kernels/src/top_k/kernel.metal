@@ -2,7 +2,8 @@
 //        and the candidate blocks that a row hands to later layers. Exact: scores are compared as integers and counted
 // in   scores [tile_rows, stride] f32, compact for restricted rows   rows as tf_kernels::rows
 // out  selected [rows, top_k] u32   counts [rows] u32
-//      blocks [rows, blocks_max] u32, block_counts [rows] u32: written where mode is 1, read where mode is 2
+//      blocks [rows, blocks_max] u32, block_counts [rows] u32: written where mode is 1; lists, list_counts: the same of the
+//      launch that published them, read where mode is 2
 // grid one SIMD group a row; threadgroup a multiple of 32; no threadgroup memory
 // ties the smaller index; -0 and +0 are equal; NaN and minus infinity are kept only by a row that keeps all it sees
 #include "prelude.metal"
@@ -59,7 +60,8 @@ inline uint select_largest(device const float *scores, uint n, uint block_size, 
 kernel void top_k(device const float *scores [[buffer(0)]], device const RowInfo *rows [[buffer(1)]],
                   device uint *selected [[buffer(2)]], device uint *counts [[buffer(3)]],
                   device uint *blocks [[buffer(4)]], device uint *block_counts [[buffer(5)]],
-                  constant Shape &shape [[buffer(6)]], uint group [[threadgroup_position_in_grid]],
+                  device const uint *lists [[buffer(6)]], device const uint *list_counts [[buffer(7)]],
+                  constant Shape &shape [[buffer(8)]], uint group [[threadgroup_position_in_grid]],
                   uint simdgroup [[simdgroup_index_in_threadgroup]], uint simdgroups [[simdgroups_per_threadgroup]],
                   uint lane [[thread_index_in_simdgroup]]) {
     const uint tile_row = group * simdgroups + simdgroup, row = shape.tile_first + tile_row;
@@ -67,8 +69,8 @@ kernel void top_k(device const float *scores [[buffer(0)]], device const RowInfo
     const uint seen = (rows[row].position + 1u) / shape.ratio;
     device const float *of_row = scores + tile_row * shape.stride;
     device uint *out = selected + row * shape.top_k;
-    device uint *row_blocks = blocks + row * shape.blocks_max;
     if (shape.mode == 1u) {
+        device uint *row_blocks = blocks + row * shape.blocks_max;
         uint count = ALL_BLOCKS;
         if ((seen + shape.block_size - 1u) / shape.block_size > shape.blocks_max) {
             count = select_largest(of_row, seen, shape.block_size, shape.blocks_max, row_blocks, lane);
@@ -78,11 +80,12 @@ kernel void top_k(device const float *scores [[buffer(0)]], device const RowInfo
     uint kept = seen;
     if (seen <= shape.top_k) {
         for (uint i = lane; i < seen; i += 32u) out[i] = i;
-    } else if (shape.mode == 2u && block_counts[row] != ALL_BLOCKS) {
-        const uint list = min(block_counts[row], shape.blocks_max);
+    } else if (shape.mode == 2u && list_counts[row] != ALL_BLOCKS) {
+        device const uint *list_blocks = lists + row * shape.blocks_max;
+        const uint list = min(list_counts[row], shape.blocks_max);
         uint entries = list * shape.block_size;
         if (list > 0u) {
-            const uint end = (row_blocks[list - 1u] + 1u) * shape.block_size;
+            const uint end = (list_blocks[list - 1u] + 1u) * shape.block_size;
             entries -= min(end > seen ? end - seen : 0u, shape.block_size);
         }
         kept = select_largest(of_row, entries, 0u, shape.top_k, out, lane);
@@ -90,7 +93,7 @@ kernel void top_k(device const float *scores [[buffer(0)]], device const RowInfo
         simdgroup_barrier(mem_flags::mem_device);
         for (uint i = lane; i < kept; i += 32u) {
             const uint index = out[i];
-            out[i] = row_blocks[index / shape.block_size] * shape.block_size + index % shape.block_size;
+            out[i] = list_blocks[index / shape.block_size] * shape.block_size + index % shape.block_size;
         }
     } else {
         kept = select_largest(of_row, seen, 0u, shape.top_k, out, lane);

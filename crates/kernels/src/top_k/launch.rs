@@ -1,4 +1,4 @@
-use super::{Args, Candidates, cpu};
+use super::{Args, Candidates, cpu, gpu};
 use crate::rows::visible;
 use tf_device::{LaunchError, Queue};
 
@@ -21,7 +21,7 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     check_candidates(&args.candidates, rows, args.top_k)?;
     match queue.launching("top_k") {
         Queue::Cpu(queue) => cpu::run(queue, args),
-        Queue::Gpu(queue) => return Err(queue.unsupported("top_k")),
+        Queue::Gpu(queue) => gpu::run(queue, args)?,
     }
     Ok(())
 }

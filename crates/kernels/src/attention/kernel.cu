@@ -1,0 +1,356 @@
+// attention: every head of a row over its selected compressed entries and its window, one key being also the value; formulas,
+// roundings and the order of keys are in mod.rs. Three launches for a tile of rows: scores, softmax, and the mix of the keys.
+// in   q [rows, heads, head_dim] f32, bf16 values, not yet rotated   rows, windows as tf_kernels::rows
+//      records, ring: window entries of kv_store   cache: pages of kv_compress   table [slots, pages_per_slot] u32
+//      selected [rows, selected_max] u32 ascending, counts [rows] u32   sinks [heads]   frequencies [rope_dim / 2]
+// work scores [tile_rows, heads, stride] f32, stride the keys of a row at most; from sums_at on [tile_rows, heads] f32
+// out  out [rows, heads, head_dim] f32, bf16 values
+// grid attention_scores_N: 128 threads for 64 heads of a row and 8 N of its keys; attention_softmax: a warp a head of a row;
+//      attention_mix_N: 128 threads for 64 heads of a row and 8 N columns, dynamic shared memory: 8 bytes a key
+// sum  a dot is one chain of fused multiply-adds over the columns; the denominator adds the unrounded exponentials in key
+//      order, the sink last; an output column is one chain in key order. No sum is split, so N and the tile change no bit
+// max  head_dim 1024, rope_dim 128
+#include "prelude.cuh"
+
+struct Shape {
+    u32 rows, heads, head_dim, rope_dim, window, ring_len, selected_max, is_block, pages_per_slot, entries_per_page;
+    float scale;
+    u32 first_row, stride;
+    u32 sums_at;  // where in the scratch the denominators start, in floats
+};
+
+constexpr u32 THREADS = 128, HEADS = 64, STEP = 32;
+// A row of 64 heads in shared memory: the four that a thread reads start at a multiple of 16 bytes.
+constexpr u32 LINE = HEADS + 4;
+
+// The keys of a row.
+struct Keys {
+    u32 slot, position, count, first, total;
+    WindowInfo window;
+};
+
+__device__ __forceinline__ Keys keys_of(const RowInfo* rows, const WindowInfo* windows, const u32* counts, u32 row,
+                                        const Shape& shape) {
+    Keys keys;
+    keys.slot = rows[row].slot;
+    keys.position = rows[row].position;
+    keys.window = windows[rows[row].window];
+    keys.count = shape.selected_max == 0 ? 0 : min(counts[row], shape.selected_max);
+    const u32 end = shape.is_block != 0 ? keys.window.start + keys.window.row_count : keys.position + 1;
+    const u32 reach = shape.is_block != 0 ? keys.window.start : keys.position + 1;
+    keys.first = reach > shape.window ? reach - shape.window : 0;
+    keys.total = keys.count + end - keys.first;
+    return keys;
+}
+
+// Where the bytes of key j are: a compressed entry, or a window entry: the launch's own from the window's start on, the
+// ring's before it.
+__device__ __forceinline__ const u8* record_of(const Keys& keys, u32 j, const u8* records, const u8* ring, const u8* cache,
+                                               const u32* table, const u32* of_row, const Shape& shape) {
+    if (j < keys.count) {
+        const u32 entry = of_row[j];
+        const u64 page = table[keys.slot * shape.pages_per_slot + entry / shape.entries_per_page];
+        const u32 bytes = shape.head_dim / 2 + shape.head_dim / 16;
+        return cache + (page * shape.entries_per_page + entry % shape.entries_per_page) * bytes;
+    }
+    const u32 position = keys.first + (j - keys.count), bytes = shape.head_dim + shape.head_dim / 32;
+    if (position >= keys.window.start) return records + (u64)(keys.window.first_row + (position - keys.window.start)) * bytes;
+    return ring + ((u64)keys.window.slot * shape.ring_len + position % shape.ring_len) * bytes;
+}
+
+// Column c of a compressed entry, or of a window entry; exact in bf16.
+__device__ __forceinline__ float key_value(const u8* record, bool is_entry, u32 c, u32 head_dim) {
+    if (!is_entry) return e4m3_value(record[c]) * e8m0_value(record[head_dim + c / 32]);
+    const u32 byte = record[16 * (c / 32) + c % 16];
+    return e2m1_value(c % 32 < 16 ? byte & 15 : byte >> 4) * e4m3_value(record[head_dim / 2 + c / 16]);
+}
+
+// Loads 64 heads by 32 columns of `from` (a head's columns side by side, 0 beyond `heads` and `columns`): 16 values a thread.
+__device__ __forceinline__ void load_heads(float (&next)[HEADS * STEP / THREADS], const float* from, u32 heads, u32 line,
+                                           u32 columns) {
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+    for (u32 i = 0; i < HEADS * STEP / THREADS; i++) {
+        const u32 head = 4 * i + warp;
+        next[i] = head < heads && lane < columns ? from[(u64)head * line + lane] : 0.0f;
+    }
+}
+
+template <u32 N>
+__device__ __forceinline__ void score_keys(const float* q, const RowInfo* rows, const WindowInfo* windows, const u8* records,
+                                           const u8* ring, const u8* cache, const u32* table, const u32* selected,
+                                           const u32* counts, const float* frequencies, float* scores, const Shape& shape) {
+    constexpr u32 KEYS = 8 * N, KEY_LINE = KEYS + 4, OWN_HEADS = HEADS * STEP / THREADS, OWN_KEYS = KEYS * STEP / THREADS;
+    __shared__ float4 query_lines[STEP][LINE / 4];
+    __shared__ float4 key_lines[STEP][KEY_LINE / 4];
+    __shared__ float2 phases[64];
+    __shared__ const u8* key_records[KEYS];
+    const u32 thread = threadIdx.x, lane = thread % 32, warp = thread / 32, head_dim = shape.head_dim;
+    const u32 key_tiles = (shape.stride + KEYS - 1) / KEYS, head_tiles = (shape.heads + HEADS - 1) / HEADS;
+    const u32 first_key = blockIdx.x % key_tiles * KEYS, first_head = blockIdx.x / key_tiles % head_tiles * HEADS;
+    const u32 tile_row = blockIdx.x / key_tiles / head_tiles, row = shape.first_row + tile_row;
+    const Keys keys = keys_of(rows, windows, counts, row, shape);
+    if (first_key >= keys.total) return;
+    const u32 turned = head_dim - shape.rope_dim, heads = min(shape.heads - first_head, HEADS);
+    for (u32 i = thread; i < shape.rope_dim / 2; i += THREADS) phases[i] = sin_cos_own((float)keys.position * frequencies[i]);
+    if (thread < KEYS) {
+        // Past the last key the last one is read again and its score dropped.
+        const u32 j = min(first_key + thread, keys.total - 1);
+        key_records[thread] = record_of(keys, j, records, ring, cache, table, selected + (u64)row * shape.selected_max, shape);
+    }
+    __syncthreads();
+
+    const float* of_heads = q + ((u64)row * shape.heads + first_head) * head_dim;
+    float next_query[OWN_HEADS], next_key[OWN_KEYS];
+    const auto load = [&](u32 first) {
+        load_heads(next_query, of_heads + first, heads, head_dim, 32);
+#pragma unroll
+        for (u32 i = 0; i < OWN_KEYS; i++) {
+            const u32 key = 4 * i + warp, j = min(first_key + key, keys.total - 1);
+            next_key[i] = key_value(key_records[key], j < keys.count, first + lane, head_dim);
+        }
+    };
+    // The rotation happens on the way into shared memory: a lane's partner holds the other column of its pair.
+    const auto store = [&](u32 first) {
+        const u32 c = first + lane;
+        float2 phase;
+        phase.x = phase.y = 0.0f;
+        if (c >= turned) phase = phases[(c - turned) / 2];
+        const float sine = (c & 1) == 0 ? -phase.x : phase.x;
+#pragma unroll
+        for (u32 i = 0; i < OWN_HEADS; i++) {
+            const float value = next_query[i], partner = __shfl_xor_sync(WARP, value, 1);
+            ((float*)query_lines[lane])[4 * i + warp] =
+                c < turned ? value : bf16_round(value * phase.y + partner * sine);
+        }
+#pragma unroll
+        for (u32 i = 0; i < OWN_KEYS; i++) ((float*)key_lines[lane])[4 * i + warp] = next_key[i];
+    };
+
+    // A thread's four heads and N keys.
+    const u32 own_head = thread / 8, own_key = thread % 8 * N;
+    float dots[4][N];
+#pragma unroll
+    for (u32 h = 0; h < 4; h++) {
+#pragma unroll
+        for (u32 k = 0; k < N; k++) dots[h][k] = 0.0f;
+    }
+    load(0);
+    for (u32 first = 0; first < head_dim; first += STEP) {
+        store(first);
+        __syncthreads();
+        if (first + STEP < head_dim) load(first + STEP);
+#pragma unroll 8
+        for (u32 c = 0; c < STEP; c++) {
+            const float4 query = query_lines[c][own_head];
+            const float* key = (const float*)key_lines[c] + own_key;
+#pragma unroll
+            for (u32 k = 0; k < N; k++) {
+                dots[0][k] = fma_own(key[k], query.x, dots[0][k]);
+                dots[1][k] = fma_own(key[k], query.y, dots[1][k]);
+                dots[2][k] = fma_own(key[k], query.z, dots[2][k]);
+                dots[3][k] = fma_own(key[k], query.w, dots[3][k]);
+            }
+        }
+        __syncthreads();
+    }
+    float* out = scores + ((u64)tile_row * shape.heads + first_head) * shape.stride + first_key;
+#pragma unroll
+    for (u32 h = 0; h < 4; h++) {
+        const u32 head = 4 * own_head + h;
+#pragma unroll
+        for (u32 k = 0; k < N; k++) {
+            if (head < heads && first_key + own_key + k < keys.total) {
+                out[(u64)head * shape.stride + own_key + k] = dots[h][k] * shape.scale;
+            }
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
+attention_scores_1(const float* q, const RowInfo* rows, const WindowInfo* windows, const u8* records, const u8* ring,
+                   const u8* cache, const u32* table, const u32* selected, const u32* counts, const float* frequencies,
+                   float* scores, const Shape shape) {
+    wait_for_inputs();
+    score_keys<1>(q, rows, windows, records, ring, cache, table, selected, counts, frequencies, scores, shape);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
+attention_scores_2(const float* q, const RowInfo* rows, const WindowInfo* windows, const u8* records, const u8* ring,
+                   const u8* cache, const u32* table, const u32* selected, const u32* counts, const float* frequencies,
+                   float* scores, const Shape shape) {
+    wait_for_inputs();
+    score_keys<2>(q, rows, windows, records, ring, cache, table, selected, counts, frequencies, scores, shape);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
+attention_scores_4(const float* q, const RowInfo* rows, const WindowInfo* windows, const u8* records, const u8* ring,
+                   const u8* cache, const u32* table, const u32* selected, const u32* counts, const float* frequencies,
+                   float* scores, const Shape shape) {
+    wait_for_inputs();
+    score_keys<4>(q, rows, windows, records, ring, cache, table, selected, counts, frequencies, scores, shape);
+}
+
+// Scores become bf16(exp(score - most)); sums get the denominators. Dynamic shared memory: stride floats a warp.
+extern "C" __global__ void __launch_bounds__(THREADS)
+attention_softmax(const RowInfo* rows, const WindowInfo* windows, const u32* counts, const float* sinks, float* scores,
+                  const Shape shape) {
+    extern __shared__ float exponentials[];
+    wait_for_inputs();
+    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, item = blockIdx.x * (blockDim.x / 32) + warp;
+    const u32 tile_row = item / shape.heads, head = item % shape.heads;
+    if (tile_row >= shape.rows) return;
+    const u32 total = keys_of(rows, windows, counts, shape.first_row + tile_row, shape).total;
+    float* of_head = scores + (u64)item * shape.stride;
+    float* values = exponentials + warp * shape.stride;
+    float most = -infinite();
+    for (u32 j = lane; j < total; j += 32) {
+        values[j] = of_head[j];
+        most = max_second(values[j], most);
+    }
+    // A maximum's order is free.
+    for (u32 step = 16; step > 0; step /= 2) most = max_second(__shfl_xor_sync(WARP, most, step), most);
+    for (u32 j = lane; j < total; j += 32) {
+        values[j] = exp_own(values[j] - most);
+        of_head[j] = bf16_round(values[j]);
+    }
+    __syncwarp();
+    float sum = 0.0f;
+#pragma unroll 8
+    for (u32 j = 0; j < total; j++) sum = sum + values[j];
+    if (lane == 0) scores[shape.sums_at + item] = sum + exp_own(sinks[head] - most);
+}
+
+template <u32 N>
+__device__ __forceinline__ void mix_keys(const RowInfo* rows, const WindowInfo* windows, const u8* records, const u8* ring,
+                                         const u8* cache, const u32* table, const u32* selected, const u32* counts,
+                                         const float* frequencies, const float* scores, float* out,
+                                         const Shape& shape) {
+    constexpr u32 COLUMNS = 8 * N, KEY_LINE = COLUMNS + 4, OWN_HEADS = HEADS * STEP / THREADS;
+    constexpr u32 OWN_KEYS = COLUMNS * STEP / THREADS;
+    extern __shared__ const u8* key_records[];
+    __shared__ float4 weight_lines[STEP][LINE / 4];
+    __shared__ float4 key_lines[STEP][KEY_LINE / 4];
+    const u32 thread = threadIdx.x, lane = thread % 32, warp = thread / 32, head_dim = shape.head_dim;
+    const u32 column_tiles = head_dim / COLUMNS, head_tiles = (shape.heads + HEADS - 1) / HEADS;
+    const u32 first_column = blockIdx.x % column_tiles * COLUMNS;
+    const u32 first_head = blockIdx.x / column_tiles % head_tiles * HEADS;
+    const u32 tile_row = blockIdx.x / column_tiles / head_tiles, row = shape.first_row + tile_row;
+    const Keys keys = keys_of(rows, windows, counts, row, shape);
+    const u32 heads = min(shape.heads - first_head, HEADS);
+    for (u32 j = thread; j < keys.total; j += THREADS) {
+        key_records[j] = record_of(keys, j, records, ring, cache, table, selected + (u64)row * shape.selected_max, shape);
+    }
+    __syncthreads();
+
+    const float* of_heads = scores + ((u64)tile_row * shape.heads + first_head) * shape.stride;
+    float next_weight[OWN_HEADS], next_key[OWN_KEYS];
+    const auto load = [&](u32 first) {
+        load_heads(next_weight, of_heads + first, heads, shape.stride, keys.total - first);
+#pragma unroll
+        for (u32 i = 0; i < OWN_KEYS; i++) {
+            const u32 at = i * THREADS + thread, j = first + at / COLUMNS, c = first_column + at % COLUMNS;
+            next_key[i] = j < keys.total ? key_value(key_records[j], j < keys.count, c, head_dim) : 0.0f;
+        }
+    };
+    const auto store = [&] {
+#pragma unroll
+        for (u32 i = 0; i < OWN_HEADS; i++) ((float*)weight_lines[lane])[4 * i + warp] = next_weight[i];
+#pragma unroll
+        for (u32 i = 0; i < OWN_KEYS; i++) {
+            const u32 at = i * THREADS + thread;
+            ((float*)key_lines[at / COLUMNS])[at % COLUMNS] = next_key[i];
+        }
+    };
+
+    // A thread's four heads and N columns.
+    const u32 own_head = thread / 8, own_column = thread % 8 * N;
+    float mixed[4][N];
+#pragma unroll
+    for (u32 h = 0; h < 4; h++) {
+#pragma unroll
+        for (u32 n = 0; n < N; n++) mixed[h][n] = 0.0f;
+    }
+    const auto step = [&](u32 k) {
+        const float4 weight = weight_lines[k][own_head];
+        const float* key = (const float*)key_lines[k] + own_column;
+#pragma unroll
+        for (u32 n = 0; n < N; n++) {
+            mixed[0][n] = fma_own(weight.x, key[n], mixed[0][n]);
+            mixed[1][n] = fma_own(weight.y, key[n], mixed[1][n]);
+            mixed[2][n] = fma_own(weight.z, key[n], mixed[2][n]);
+            mixed[3][n] = fma_own(weight.w, key[n], mixed[3][n]);
+        }
+    };
+    load(0);
+    for (u32 first = 0; first < keys.total; first += STEP) {
+        store();
+        __syncthreads();
+        if (first + STEP < keys.total) load(first + STEP);
+        // A step beyond the last key would turn a zero's sign.
+        if (first + STEP <= keys.total) {
+#pragma unroll 8
+            for (u32 k = 0; k < STEP; k++) step(k);
+        } else {
+#pragma unroll 1
+            for (u32 k = 0; k < keys.total - first; k++) step(k);
+        }
+        __syncthreads();
+    }
+
+    const u32 turned = head_dim - shape.rope_dim;
+#pragma unroll
+    for (u32 h = 0; h < 4; h++) {
+        const u32 head = 4 * own_head + h;
+        const float sum = head < heads ? scores[shape.sums_at + tile_row * shape.heads + first_head + head] : 1.0f;
+#pragma unroll
+        for (u32 n = 0; n < N; n++) mixed[h][n] = bf16_round(__fdiv_rn(mixed[h][n], sum));
+    }
+    float partners[4][N];
+#pragma unroll
+    for (u32 h = 0; h < 4; h++) {
+#pragma unroll
+        for (u32 n = 0; n < N; n++) {
+            partners[h][n] = N == 1 ? __shfl_xor_sync(WARP, mixed[h][n], 1) : mixed[h][n ^ (N > 1 ? 1 : 0)];
+        }
+    }
+    float* to = out + ((u64)row * shape.heads + first_head) * head_dim;
+#pragma unroll
+    for (u32 n = 0; n < N; n++) {
+        const u32 c = first_column + own_column + n;
+        float2 phase;
+        phase.x = phase.y = 0.0f;
+        if (c >= turned) phase = sin_cos_own((float)keys.position * frequencies[(c - turned) / 2]);
+        const float sine = ((c & 1) == 0 ? -phase.x : phase.x) * -1.0f;
+#pragma unroll
+        for (u32 h = 0; h < 4; h++) {
+            const float value = mixed[h][n];
+            const float result = c < turned ? value : bf16_round(value * phase.y + partners[h][n] * sine);
+            if (4 * own_head + h < heads) to[(u64)(4 * own_head + h) * head_dim + c] = result;
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
+attention_mix_1(const RowInfo* rows, const WindowInfo* windows, const u8* records, const u8* ring, const u8* cache,
+                const u32* table, const u32* selected, const u32* counts, const float* frequencies, const float* scores,
+                float* out, const Shape shape) {
+    wait_for_inputs();
+    mix_keys<1>(rows, windows, records, ring, cache, table, selected, counts, frequencies, scores, out, shape);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
+attention_mix_2(const RowInfo* rows, const WindowInfo* windows, const u8* records, const u8* ring, const u8* cache,
+                const u32* table, const u32* selected, const u32* counts, const float* frequencies, const float* scores,
+                float* out, const Shape shape) {
+    wait_for_inputs();
+    mix_keys<2>(rows, windows, records, ring, cache, table, selected, counts, frequencies, scores, out, shape);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
+attention_mix_4(const RowInfo* rows, const WindowInfo* windows, const u8* records, const u8* ring, const u8* cache,
+                const u32* table, const u32* selected, const u32* counts, const float* frequencies, const float* scores,
+                float* out, const Shape shape) {
+    wait_for_inputs();
+    mix_keys<4>(rows, windows, records, ring, cache, table, selected, counts, frequencies, scores, out, shape);
+}

@@ -1,0 +1,57 @@
+use super::Args;
+use crate::gpu::{a_simd_group_each, count, program};
+use tf_device::LaunchError;
+use tf_device::gpu::{Binding, GpuQueue, Launch, Program, ShapeBytes, bytes_of};
+
+static PROGRAM: Program = program("kv_compress", Some(include_str!("kernel.metal")), true);
+
+/// Entries of a group: each has its place in the group's memory.
+const IN_GROUP: usize = 4;
+
+pub(super) fn run(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
+    let Args { raw, rows, windows, entries, ratio, norm, eps, frequencies, head_dim, mut raw_ring, raw_len, .. } = args;
+    let Args { cache, pages, latents, .. } = args;
+    let shape_of = |items: usize| {
+        let sizes = ShapeBytes::new().uint(items).uint(ratio as usize).uint(head_dim).uint(2 * frequencies.len());
+        sizes.uint(raw_len).uint(pages.pages_per_slot).uint(pages.entries_per_page).float(eps)
+    };
+    let (row_bytes, window_bytes) = (Binding::Bytes(bytes_of(rows)), Binding::Bytes(bytes_of(windows)));
+    queue.launch(Launch {
+        program: &PROGRAM,
+        entry: "kv_compress",
+        bindings: &mut [
+            Binding::Read(raw),
+            raw_ring.as_deref().map_or(Binding::Missing, Binding::Read),
+            row_bytes,
+            window_bytes,
+            Binding::Bytes(bytes_of(entries)),
+            Binding::Bytes(bytes_of(pages.table)),
+            Binding::Read(norm),
+            Binding::Bytes(bytes_of(frequencies)),
+            Binding::Write(cache),
+            Binding::Write(latents),
+        ],
+        shape: shape_of(entries.len()).bytes(),
+        groups: count(entries.len().div_ceil(IN_GROUP)),
+        threads: 32 * count(IN_GROUP),
+        shared_bytes: 0,
+    })?;
+    let Some(raw_ring) = raw_ring.take().filter(|_| ratio == 2) else {
+        return Ok(());
+    };
+    let (groups, threads) = a_simd_group_each(rows.len());
+    queue.launch(Launch {
+        program: &PROGRAM,
+        entry: "kv_keep_raw",
+        bindings: &mut [
+            Binding::Read(raw),
+            Binding::Write(raw_ring),
+            Binding::Bytes(bytes_of(rows)),
+            Binding::Bytes(bytes_of(windows)),
+        ],
+        shape: shape_of(rows.len()).bytes(),
+        groups,
+        threads,
+        shared_bytes: 0,
+    })
+}

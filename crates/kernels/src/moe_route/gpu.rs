@@ -1,0 +1,30 @@
+use super::Args;
+use crate::gpu::{a_simd_group_each, mark_bytes, marks, program};
+use tf_device::LaunchError;
+use tf_device::gpu::{Binding, GpuQueue, Launch, Program, ShapeBytes};
+
+static PROGRAM: Program = program("moe_route", Some(include_str!("kernel.metal")), true);
+
+pub(super) fn run(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
+    let Args { logits, bias, bias_image, image, rows, experts, top_k, factor, chosen, weights } = args;
+    let image = mark_bytes(if image.contains(&true) { image } else { &[] });
+    let has_images = usize::from(!image.is_empty());
+    let shape = ShapeBytes::new().uint(rows).uint(experts).uint(top_k).float(factor).uint(has_images);
+    let (groups, threads) = a_simd_group_each(rows);
+    queue.launch(Launch {
+        program: &PROGRAM,
+        entry: "moe_route",
+        bindings: &mut [
+            Binding::Read(logits),
+            Binding::Read(bias),
+            bias_image.map_or(Binding::Missing, Binding::Read),
+            marks(&image),
+            Binding::Write(chosen),
+            Binding::Write(weights),
+        ],
+        shape: shape.bytes(),
+        groups,
+        threads,
+        shared_bytes: 0,
+    })
+}

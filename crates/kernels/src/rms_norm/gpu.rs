@@ -1,0 +1,25 @@
+use super::Args;
+use crate::gpu::{a_simd_group_each, count, optional, program};
+use tf_device::LaunchError;
+use tf_device::gpu::{Backend, Binding, GpuQueue, Launch, Program, ShapeBytes};
+
+static PROGRAM: Program = program("rms_norm", Some(include_str!("kernel.metal")), true);
+
+pub(super) fn run(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
+    let Args { x, weight, rows, columns, eps, normed, quantised } = args;
+    let outputs = usize::from(normed.is_some()) | usize::from(quantised.is_some()) << 1;
+    let shape = ShapeBytes::new().uint(rows).uint(columns).float(eps).uint(outputs);
+    let ((groups, threads), shared_bytes) = match queue.backend() {
+        Backend::Metal => (a_simd_group_each(rows), 0),
+        Backend::Cuda => ((count(rows), 256), count(4 * columns)),
+    };
+    queue.launch(Launch {
+        program: &PROGRAM,
+        entry: "rms_norm",
+        bindings: &mut [Binding::Read(x), Binding::Read(weight), optional(normed), optional(quantised)],
+        shape: shape.bytes(),
+        groups,
+        threads,
+        shared_bytes,
+    })
+}
