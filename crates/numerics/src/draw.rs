@@ -93,9 +93,13 @@ pub struct Threshold(u128);
 impl Threshold {
     /// `top_p` in [0, 1); `total` below 2^62.
     pub fn new(top_p: f32, total: u64) -> Self {
+        Threshold(total as u128 * Threshold::share_of(top_p) as u128)
+    }
+
+    /// `top_p` in [0, 1) in units of 2^-32.
+    pub fn share_of(top_p: f32) -> u32 {
         // Scaling a float32 by 2^32 is exact, and the conversion rounds down.
-        let share = (top_p as f64 * 4_294_967_296.0) as u64;
-        Threshold(total as u128 * share as u128)
+        (top_p as f64 * 4_294_967_296.0) as u32
     }
 
     /// Whether the sum of a prefix is enough.

@@ -1,7 +1,9 @@
 //! What must hold of the draft head: its chain of proposals and their confidence. A world's row is one sequence.
 
-use super::{Args, launch, pack, reference};
+use super::{Args, Sampled, launch, pack, reference};
 use crate::contract::*;
+use crate::sample::{Scratch, Settings};
+use tf_numerics::draw::bits;
 
 pub const DRAFT_HEAD: Contract = Contract {
     name: "draft_head",
@@ -98,10 +100,20 @@ fn bf16_values(bits: &[u16]) -> Vec<f64> {
     bits.iter().map(|bits| f64::from(f32::from_bits(u32::from(*bits) << 16))).collect()
 }
 
-/// What a sampled sequence adds to a token's logit: fixed by its row, step and token, as a keyed draw's noise is.
-fn noise(row: usize, step: usize, token: usize) -> f32 {
-    let mut values = Values::new((row * 1_000_003 + step * 10_007 + token) as u64);
-    values.unit() * 4.0
+/// How a sampled sequence draws, by its row: nothing but its key.
+fn settings(row: usize) -> Settings<'static> {
+    Settings { temperature: 1.0, seed: 0x5eed_0001_0000_0000 + row as u64 * 77, ..Settings::GREEDY }
+}
+
+/// Position of a sequence's first proposal.
+fn position(row: usize) -> u32 {
+    100 + row as u32 * 3
+}
+
+/// What a sampled sequence adds to a token's logit.
+fn noise(row: usize, step: usize, token: usize) -> f64 {
+    let word = bits(settings(row).seed, position(row) + step as u32, token as u32);
+    -(-(1.0 - (f64::from(word) + 0.5) / 4_294_967_296.0).ln()).ln()
 }
 
 impl Heads {
@@ -117,7 +129,7 @@ impl Heads {
             let found = reference::proposals(&base, &own, &embed, &head, &proj, rank, previous);
             let mut logits = found.logits;
             if !self.greedy[row] {
-                logits.iter_mut().enumerate().for_each(|(token, logit)| *logit += f64::from(noise(row, step, token)));
+                logits.iter_mut().enumerate().for_each(|(token, logit)| *logit += noise(row, step, token));
             }
             previous = reference::argmax(&logits);
             let best = logits[previous as usize];
@@ -138,7 +150,6 @@ impl World for Heads {
             let first = anchors[0];
             anchors.fill(first);
         }
-        let greedy: Vec<bool> = picks.iter().map(|pick| self.greedy[row_of(*pick)]).collect();
         let mut hidden_rows = gather(picks, &self.hidden_rows, block * hidden);
         if fault.is("reads the hidden row of the next step") {
             hidden_rows.chunks_mut(block * hidden).for_each(|rows| rows.rotate_left(hidden));
@@ -155,11 +166,7 @@ impl World for Heads {
             (stage.input("embed", &self.embed), stage.input("head", &packed), stage.input("proj", &proj));
         let mut logits = stage.output::<f32>("logits", sequences * vocabulary);
         let (mut tokens, mut confidence) = (vec![u32::MAX; sequences * steps], vec![f32::NAN; sequences * steps]);
-        let mut choose = |sequence: usize, step: usize, logits: &[f32]| {
-            let row = row_of(picks[sequence]);
-            let noisy = |token: usize| logits[token] + noise(row, step, token);
-            (1..vocabulary).fold(0, |best, token| if noisy(token) > noisy(best) { token } else { best }) as u32
-        };
+        let mut scratch = Scratch::default();
         // With one step a launch the anchor stays what it was.
         let once = fault.is("takes the anchor for every step");
         for step in 0..if once { steps } else { 1 } {
@@ -172,6 +179,11 @@ impl World for Heads {
                 false => Vec::new(),
             };
             let own = stage.rows_in("base", &shifted);
+            let sampled = |sequence: usize| {
+                let row = row_of(picks[sequence]);
+                let first = position(row) + if once { step as u32 } else { 0 };
+                (!self.greedy[row]).then(|| Sampled::new(settings(row), first))
+            };
             let args = Args {
                 base: if once { &own.buffer } else { &base.buffer },
                 hidden_rows: &hidden_rows.buffer,
@@ -184,12 +196,13 @@ impl World for Heads {
                 hidden,
                 block: if once { 1 } else { block },
                 steps: if once { 1 } else { steps },
-                greedy: &greedy,
+                sampled: &sampled,
                 logits: &mut logits.buffer,
                 tokens: if once { &mut part } else { &mut tokens },
                 confidence: if once { &mut part_confidence } else { &mut confidence },
+                scratch: &mut scratch,
             };
-            stage.run(|queue| launch(queue, args, &mut choose))?;
+            stage.run(|queue| launch(queue, args))?;
             for sequence in 0..if once { sequences } else { 0 } {
                 tokens[sequence * steps + step] = part[sequence];
                 confidence[sequence * steps + step] = part_confidence[sequence];
@@ -264,11 +277,12 @@ fn accepts(rank: usize) -> bool {
         hidden,
         block: 1,
         steps: 1,
-        greedy: &[true],
+        sampled: &|_| None,
         logits: &mut logits,
         tokens: &mut [0],
         confidence: &mut [0.0],
+        scratch: &mut Scratch::default(),
     };
     let mut queue = Queue::cpu(1, tf_numerics::lanes::Level::Scalar);
-    launch(&mut queue, args, &mut |_, _, _| 0).is_ok()
+    launch(&mut queue, args).is_ok()
 }

@@ -3,6 +3,7 @@
 use super::{Args, RANK_MAX};
 use crate::order::sum_products;
 use crate::parallel::threads_for;
+use crate::sample::draw_one;
 use std::ops::Range;
 use tf_device::cpu::{CpuQueue, Parts, split};
 use tf_numerics::bf16;
@@ -11,7 +12,7 @@ use tf_numerics::lanes::{Kernel, Lanes, Level, Mask, WIDTH, dispatch};
 /// Vectors of tokens in one tile.
 const TILE: usize = 4;
 
-pub(super) fn run(queue: &mut CpuQueue, args: Args<'_>, choose: &mut dyn FnMut(usize, usize, &[f32]) -> u32) {
+pub(super) fn run(queue: &mut CpuQueue, args: Args<'_, '_>) {
     let Args { base, hidden_rows, anchors, embed, head, proj, vocabulary, rank, hidden, block, steps, .. } = args;
     let (base, hidden_rows, embed) = (base.f32(), hidden_rows.f32(), embed.u16());
     let level = queue.level;
@@ -41,8 +42,10 @@ pub(super) fn run(queue: &mut CpuQueue, args: Args<'_>, choose: &mut dyn FnMut(u
             let hidden_row = &hidden_rows[(s * block + step) * hidden..][..hidden];
             args.confidence[at] = dispatch(level, Confidence { proj: proj.f32(), hidden_row, state });
             let logits = &args.logits.f32()[s * vocabulary..][..vocabulary];
-            let chosen = if args.greedy[s] { argmax(level, logits) } else { choose(s, step, logits) };
-            args.tokens[at] = if (chosen as usize) < vocabulary { chosen } else { 0 };
+            args.tokens[at] = match (args.sampled)(s) {
+                None => argmax(level, logits),
+                Some(sampled) => draw_one(level, logits, &sampled.draw(0, step), args.scratch).unwrap_or(0),
+            };
         }
     }
 }
@@ -172,7 +175,8 @@ impl Kernel for Argmax<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::draft_head::{launch, pack, reference};
+    use crate::draft_head::{Sampled, launch, pack, reference};
+    use crate::sample::{Scratch, Settings};
     use crate::testing::*;
     use tf_device::{LaunchError, Queue};
 
@@ -210,8 +214,7 @@ mod tests {
             &self,
             queue: &mut Queue,
             steps: usize,
-            greedy: &[bool],
-            choose: &mut dyn FnMut(usize, usize, &[f32]) -> u32,
+            sampled: &dyn Fn(usize) -> Option<Sampled<'static>>,
         ) -> Result<(Vec<u32>, Vec<f32>), LaunchError> {
             let codes = |v: &[f32]| v.iter().map(|&v| bf16::from_f32(v)).collect::<Vec<_>>();
             let mut packed = vec![0; pack::packed_len(self.vocabulary, self.rank)];
@@ -230,18 +233,19 @@ mod tests {
                 hidden: self.hidden,
                 block: self.block,
                 steps,
-                greedy,
+                sampled,
                 logits: &mut dirty(sequences * self.vocabulary),
                 tokens: &mut tokens,
                 confidence: &mut confidence,
+                scratch: &mut Scratch::default(),
             };
-            launch(queue, args, choose)?;
+            launch(queue, args)?;
             Ok((tokens, confidence))
         }
     }
 
-    fn never(_: usize, _: usize, _: &[f32]) -> u32 {
-        panic!("a greedy sequence was asked")
+    fn argmax_of_all(_: usize) -> Option<Sampled<'static>> {
+        None
     }
 
     #[test]
@@ -250,7 +254,7 @@ mod tests {
             let setting = Setting::new(sequences, vocabulary, rank, hidden, 5);
             let mut tokens = Vec::new();
             let confidence = on_all_queues(|queue| {
-                let (got, confidence) = setting.run(queue, 5, &vec![true; sequences], &mut never).unwrap();
+                let (got, confidence) = setting.run(queue, 5, &argmax_of_all).unwrap();
                 if tokens.is_empty() {
                     tokens = got.clone();
                 }
@@ -272,27 +276,39 @@ mod tests {
     }
 
     #[test]
-    fn a_sampled_sequence_chooses_from_its_own_logits_and_goes_on_from_its_choice() {
+    fn a_sampled_sequence_draws_from_its_own_logits_and_goes_on_from_its_draw() {
         let setting = Setting::new(2, 389, 32, 64, 4);
+        let settings = Settings { temperature: 0.9, top_k: 40, seed: 11, ..Settings::GREEDY };
+        let sampled = |sequence: usize| (sequence == 1).then(|| Sampled::new(settings, 70));
         for (name, mut queue) in queues() {
-            let mut seen = Vec::new();
-            let mut choose = |sequence: usize, step: usize, logits: &[f32]| {
-                seen.push((sequence, step, logits.to_vec()));
-                [7, 388, 1000][step]
-            };
-            let (tokens, _) = setting.run(&mut queue, 3, &[true, false], &mut choose).unwrap();
-            assert_eq!(tokens[3..], [7, 388, 0], "{name}: what lies outside the vocabulary is token 0");
-            assert_eq!(seen.iter().map(|(s, step, _)| (*s, *step)).collect::<Vec<_>>(), [(1, 0), (1, 1), (1, 2)]);
-            for (_, step, logits) in &seen {
-                let previous = [setting.anchors[1], 7, 388][*step] as usize;
+            let (tokens, _) = setting.run(&mut queue, 3, &sampled).unwrap();
+            let mut previous = setting.anchors[1] as usize;
+            for (step, &token) in tokens[3..].iter().enumerate() {
                 let state = &setting.embed[previous * 32..][..32];
-                for (token, &logit) in logits.iter().enumerate() {
+                let logit = |token: usize| {
                     let row = &setting.head[token * 32..][..32];
                     let sum = row.iter().zip(state).fold(0f32, |sum, (w, m)| w.mul_add(*m, sum));
-                    let wanted = setting.base[(4 + step) * 389 + token] + sum;
-                    assert_eq!(logit.to_bits(), wanted.to_bits(), "{name}, token {token}");
-                }
+                    setting.base[(4 + step) * 389 + token] + sum
+                };
+                let logits: Vec<f32> = (0..389).map(logit).collect();
+                let draw = Sampled::new(settings, 70);
+                let wanted = draw_one(Level::Scalar, &logits, &draw.draw(0, step), &mut Scratch::default());
+                assert_eq!(Ok(token), wanted, "{name}, step {step}");
+                previous = token as usize;
             }
+            let greedy = setting.run(&mut queue, 3, &argmax_of_all).unwrap().0;
+            assert_eq!(tokens[..3], greedy[..3], "{name}: the greedy sequence");
+            assert_ne!(tokens[3..], greedy[3..], "{name}: the draw is the argmax");
+        }
+    }
+
+    #[test]
+    fn a_sequence_without_a_candidate_proposes_token_0() {
+        let mut setting = Setting::new(1, 389, 32, 64, 4);
+        setting.base.fill(f32::NEG_INFINITY);
+        let sampled = |_| Some(Sampled::new(Settings { temperature: 1.0, ..Settings::GREEDY }, 70));
+        for (_, mut queue) in queues() {
+            assert_eq!(setting.run(&mut queue, 2, &sampled).unwrap().0, [0, 0]);
         }
     }
 
@@ -300,7 +316,7 @@ mod tests {
     fn a_sequence_proposes_the_same_alone_and_in_company() {
         let together = Setting::new(3, 389, 32, 64, 5);
         let mut queue = Queue::cpu(2, Level::best());
-        let all = together.run(&mut queue, 5, &[true; 3], &mut never).unwrap();
+        let all = together.run(&mut queue, 5, &argmax_of_all).unwrap();
         for s in 0..3 {
             let cut = |v: &[f32]| v[s * v.len() / 3..(s + 1) * v.len() / 3].to_vec();
             let alone = Setting {
@@ -312,11 +328,11 @@ mod tests {
                 proj: together.proj.clone(),
                 ..together
             };
-            let got = alone.run(&mut queue, 5, &[true], &mut never).unwrap();
+            let got = alone.run(&mut queue, 5, &argmax_of_all).unwrap();
             assert_eq!(got.0, all.0[s * 5..(s + 1) * 5]);
             assert_eq!(bits(&got.1), bits(&all.1[s * 5..(s + 1) * 5]));
             // Fewer steps are a prefix.
-            assert_eq!(alone.run(&mut queue, 2, &[true], &mut never).unwrap().0, got.0[..2]);
+            assert_eq!(alone.run(&mut queue, 2, &argmax_of_all).unwrap().0, got.0[..2]);
         }
     }
 
@@ -352,7 +368,7 @@ mod tests {
     #[test]
     fn more_steps_than_the_block_has_are_refused() {
         let setting = Setting::new(1, 64, 32, 32, 3);
-        let got = setting.run(&mut Queue::cpu(1, Level::Scalar), 4, &[true], &mut never);
+        let got = setting.run(&mut Queue::cpu(1, Level::Scalar), 4, &argmax_of_all);
         assert_eq!(got, Err(LaunchError::Limit { what: "the draft steps", found: 4, max: 3 }));
     }
 }

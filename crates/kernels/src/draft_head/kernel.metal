@@ -7,8 +7,8 @@
 //      proj [hidden + rank] f32
 // out  logits [sequences, vocabulary] f32   tokens [sequences, steps], written step by step and read by the next one
 //      confidence [sequences, steps] f32
-// grid draft_logits: one SIMD group for 32 tokens of a sequence; the others: one SIMD group a sequence; threadgroup a multiple
-//      of 32; no threadgroup memory
+// grid draft_logits: one SIMD group for 32 tokens of all sequences, which share its read of the head; the others: one SIMD
+//      group a sequence; threadgroup a multiple of 32; no threadgroup memory
 // sum  one chain over the rank ascending; tf_kernels::order's sum of products, twice
 // ties the smaller id
 #include "prelude.metal"
@@ -29,16 +29,17 @@ kernel void draft_logits(device const float *base [[buffer(0)]], device const ui
                          constant Shape &shape [[buffer(6)]], uint group [[threadgroup_position_in_grid]],
                          uint simdgroup [[simdgroup_index_in_threadgroup]],
                          uint simdgroups [[simdgroups_per_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
-    const uint item = group * simdgroups + simdgroup, vectors = (shape.vocabulary + 31u) / 32u;
-    const uint sequence = item / vectors, token = item % vectors * 32u + lane;
-    if (sequence >= shape.sequences || token >= shape.vocabulary) return;
-    const uint previous = previous_token(anchors, tokens, shape, sequence);
-    device const ushort *state = embed + ulong(previous) * shape.rank;
+    const uint token = (group * simdgroups + simdgroup) * 32u + lane;
+    if (token >= shape.vocabulary) return;
     device const ushort *weights = head + ulong(token / 16u) * shape.rank * 16u + token % 16u;
-    float sum = 0.0f;
-    for (uint k = 0u; k < shape.rank; k++) sum = fma(bf16_value(weights[k * 16u]), bf16_value(state[k]), sum);
-    const float first = base[ulong(sequence * shape.block + shape.step) * shape.vocabulary + token];
-    logits[ulong(sequence) * shape.vocabulary + token] = first + sum;
+    for (uint sequence = 0u; sequence < shape.sequences; sequence++) {
+        const uint previous = previous_token(anchors, tokens, shape, sequence);
+        device const ushort *state = embed + ulong(previous) * shape.rank;
+        float sum = 0.0f;
+        for (uint k = 0u; k < shape.rank; k++) sum = fma(bf16_value(weights[k * 16u]), bf16_value(state[k]), sum);
+        const float first = base[ulong(sequence * shape.block + shape.step) * shape.vocabulary + token];
+        logits[ulong(sequence) * shape.vocabulary + token] = first + sum;
+    }
 }
 
 // sum_products of float32 and bf16.

@@ -1,16 +1,12 @@
-use super::{Args, RANK_MAX, cpu, pack};
+use super::{Args, RANK_MAX, cpu, gpu, pack};
+use crate::sample::VOCAB_MAX;
 use tf_device::{LaunchError, Queue};
 
-/// Proposes `steps` tokens for each sequence. `choose(sequence, step, logits)` picks the token of a sampled sequence from its
-/// row of `[vocabulary]` logits; it is not called for greedy ones.
+/// Proposes `steps` tokens for each sequence. On a GPU it waits once, for the proposals.
 ///
 /// # Errors
 /// [`LaunchError::Shape`] or [`LaunchError::Limit`] when the arguments disagree; nothing is written.
-pub fn launch(
-    queue: &mut Queue,
-    args: Args<'_>,
-    choose: &mut dyn FnMut(usize, usize, &[f32]) -> u32,
-) -> Result<(), LaunchError> {
+pub fn launch(queue: &mut Queue, args: Args<'_, '_>) -> Result<(), LaunchError> {
     let sequences = args.anchors.len();
     if sequences == 0 || args.steps == 0 {
         return Ok(());
@@ -27,13 +23,13 @@ pub fn launch(
     LaunchError::check_shape("the Markov table", args.embed.len_of::<u16>(), vocabulary * rank)?;
     LaunchError::check_shape("the packed Markov head", args.head.len_of::<u16>(), pack::packed_len(vocabulary, rank))?;
     LaunchError::check_shape("the confidence weight", args.proj.len_of::<f32>(), hidden + rank)?;
-    LaunchError::check_shape("the greedy marks", args.greedy.len(), sequences)?;
+    LaunchError::check_limit("the vocabulary of a draft", vocabulary, VOCAB_MAX)?;
     LaunchError::check_room("the step logits", args.logits.len_of::<f32>(), sequences * vocabulary)?;
     LaunchError::check_shape("the proposals", args.tokens.len(), sequences * steps)?;
     LaunchError::check_shape("the confidences", args.confidence.len(), sequences * steps)?;
     match queue.launching("draft_head") {
-        Queue::Cpu(queue) => cpu::run(queue, args, choose),
-        Queue::Gpu(queue) => return Err(queue.unsupported("draft_head")),
+        Queue::Cpu(queue) => cpu::run(queue, args),
+        Queue::Gpu(queue) => gpu::run(queue, args)?,
     }
     Ok(())
 }

@@ -7,7 +7,7 @@ use super::{Args, Draw, Drawn, Outcome, RowError, Scratch};
 use crate::parallel::threads_for;
 use tf_device::cpu::{CpuQueue, Parts, split};
 use tf_numerics::draw::{GUMBEL_MAX, Threshold, bits, gumbel, noise, weight, weight_halves};
-use tf_numerics::lanes::{Int, Kernel, Lanes, Mask, WIDTH, dispatch};
+use tf_numerics::lanes::{Int, Kernel, Lanes, Level, Mask, WIDTH, dispatch};
 use tf_numerics::math::{exp, ln};
 
 const BLOCK: usize = 128;
@@ -93,7 +93,7 @@ impl Candidate {
 
 pub(super) fn run(queue: &mut CpuQueue, args: Args<'_>) {
     let Args { logits, vocab, draws, outcomes, top, scratch } = args;
-    let Scratch { threads } = scratch;
+    let Scratch { threads, .. } = scratch;
     let mut top_count = 0;
     for draw in draws {
         let count = (draw.logprobs.unwrap_or(0) as usize).min(vocab);
@@ -130,6 +130,15 @@ pub(super) fn run(queue: &mut CpuQueue, args: Args<'_>) {
             *outcome = dispatch(level, RowKernel { row, draw, scratch, top }).map(|drawn| Drawn { top_start, ..drawn });
         }
     });
+}
+
+/// The token of one row, on the calling thread.
+pub(crate) fn draw_one(level: Level, row: &[f32], draw: &Draw<'_>, scratch: &mut Scratch) -> Result<u32, RowError> {
+    if scratch.threads.is_empty() {
+        scratch.threads.push(RowScratch::default());
+    }
+    let outcome = dispatch(level, RowKernel { row, draw, scratch: &mut scratch.threads[0], top: &mut [] });
+    outcome.map(|drawn| drawn.token)
 }
 
 struct RowKernel<'a, 'b> {

@@ -1,4 +1,4 @@
-use super::{Args, VOCAB_MAX, cpu};
+use super::{Args, VOCAB_MAX, cpu, gpu};
 use tf_device::{LaunchError, Queue};
 
 /// Draws a token for every entry of `draws`; both result lists are emptied first.
@@ -19,7 +19,7 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     }
     match queue.launching("sample") {
         Queue::Cpu(queue) => cpu::run(queue, args),
-        Queue::Gpu(queue) => return Err(queue.unsupported("sample")),
+        Queue::Gpu(queue) => gpu::run(queue, args)?,
     }
     Ok(())
 }

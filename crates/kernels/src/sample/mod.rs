@@ -15,11 +15,14 @@
 
 pub(crate) mod contract;
 mod cpu;
+mod gpu;
 mod launch;
 pub mod reference;
 #[cfg(test)]
 mod tests;
 
+pub(crate) use cpu::draw_one;
+pub(crate) use gpu::into_tokens;
 pub use launch::launch;
 
 use tf_device::Buffer;
@@ -145,6 +148,7 @@ pub struct Args<'a> {
 #[derive(Debug, Default)]
 pub struct Scratch {
     threads: Vec<cpu::RowScratch>,
+    encoded: gpu::Encoded,
 }
 
 /// Largest vocabulary: sums of weights stay below 2^60.

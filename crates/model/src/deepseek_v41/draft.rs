@@ -11,8 +11,9 @@ use std::ops::Range;
 
 use tf_device::{Buffer, Device, LaunchError};
 use tf_kernels::attention::{self, Span};
+use tf_kernels::draft_head::{self, Sampled};
 use tf_kernels::linear_fp8::Finish;
-use tf_kernels::{draft_head, embed, kv_store, rms_norm};
+use tf_kernels::{embed, kv_store, rms_norm, sample};
 
 use super::cache::Cache;
 use super::forward::{self, Step, StepError, fp8};
@@ -30,7 +31,7 @@ pub(super) struct Context {
     /// For each block, keys `[rows, head_dim]` before norm and RoPE.
     keys: Vec<Buffer>,
     /// `[sequences, vocabulary]` f32: logits of one step of the chain.
-    step_logits: Buffer,
+    pub(super) step_logits: Buffer,
     rows: RowSet,
     ids: Vec<u32>,
     row_indices: Vec<u32>,
@@ -187,15 +188,16 @@ pub(super) fn block_attention(
     forward::attention_output(step, w, set.len())
 }
 
-/// The Markov chain over the base logits of `anchors`: `steps` proposals a sequence into `context.tokens`.
-pub(super) fn chain(
+/// The Markov chain over the base logits of `anchors`: `steps` proposals a sequence into `context.tokens`. A sequence for which
+/// `sampled` has nothing takes the argmax.
+pub(super) fn chain<'s>(
     step: &mut Step<'_>,
     draft: &Draft,
     context: &mut Context,
     anchors: &[u32],
-    greedy: &[bool],
+    sampled: &dyn Fn(usize) -> Option<Sampled<'s>>,
     steps: usize,
-    choose: &mut dyn FnMut(usize, usize, &[f32]) -> u32,
+    scratch: &mut sample::Scratch,
 ) -> Result<(), StepError> {
     let Step { shape, queue, scratch: s, .. } = step;
     context.tokens.clear();
@@ -216,12 +218,12 @@ pub(super) fn chain(
             hidden: shape.hidden_size,
             block: shape.dspark_block_size,
             steps,
-            greedy,
+            sampled,
             logits: &mut context.step_logits,
             tokens: &mut context.tokens,
             confidence: &mut context.confidence,
+            scratch,
         },
-        choose,
     )?;
     Ok(())
 }

@@ -1,10 +1,10 @@
 //! Draws tokens from rows of logits: hands the engine's settings to the sampler, for the target's rows and for proposals.
 
-use tf_device::{Buffer, Device, LaunchError, Queue};
+use tf_device::{Buffer, LaunchError, Queue};
 use tf_engine::model::{DrawnRow, RoundPlan, SequenceView};
 use tf_engine::request::Sampling;
+use tf_kernels::draft_head::Sampled;
 use tf_kernels::sample::{self, Draw, History, Outcome, RowError, Settings};
-use tf_numerics::lanes::Level;
 
 /// Draws of one launch: what fits on the stack, so that a round allocates nothing.
 const DRAWS: usize = 32;
@@ -15,10 +15,6 @@ pub(super) struct Draws {
     scratch: sample::Scratch,
     outcomes: Vec<Outcome>,
     top: Vec<(u32, f32)>,
-    /// Proposals are drawn inside the draft head's launch, on a queue of their own.
-    queue: Queue,
-    /// One row of logits.
-    row: Buffer,
 }
 
 /// A drawn row of a round: its window and its index in the window.
@@ -45,14 +41,8 @@ fn settings(sampling: &Sampling) -> Settings<'_> {
 }
 
 impl Draws {
-    pub fn new(level: Level, vocab: usize) -> Result<Draws, LaunchError> {
-        Ok(Draws {
-            scratch: sample::Scratch::default(),
-            outcomes: Vec::with_capacity(DRAWS),
-            top: Vec::new(),
-            queue: Queue::cpu(1, level),
-            row: Buffer::zeroed_of::<f32>(&Device::cpu(), vocab)?,
-        })
+    pub fn new() -> Draws {
+        Draws { scratch: sample::Scratch::default(), outcomes: Vec::with_capacity(DRAWS), top: Vec::new() }
     }
 
     /// Draws the rows `of`, whose logits stand in `logits` in the same order, and appends them to the lists.
@@ -114,35 +104,15 @@ impl Draws {
         Ok(())
     }
 
-    /// The draft head's own draw from a row of its logits: the target's rule and key, without penalties, whose counts the
-    /// draft head doesn't have. A row without a candidate proposes token 0, which the target then refuses.
-    pub fn proposal(&mut self, logits: &[f32], sampling: &Sampling, position: u32) -> u32 {
-        self.row.f32_mut()[..logits.len()].copy_from_slice(logits);
-        let settings =
-            Settings { frequency_penalty: 0.0, presence_penalty: 0.0, repetition_penalty: 1.0, ..settings(sampling) };
-        let draw = Draw {
-            row: 0,
-            position,
-            reply_count: u32::MAX,
-            settings: &settings,
-            history: History::default(),
-            allowed: None,
-            logprobs: None,
-            next: None,
-        };
-        let args = sample::Args {
-            logits: &self.row,
-            vocab: logits.len(),
-            draws: &[draw],
-            outcomes: &mut self.outcomes,
-            top: &mut self.top,
-            scratch: &mut self.scratch,
-        };
-        match sample::launch(&mut self.queue, args) {
-            Ok(()) => self.outcomes.first().and_then(|outcome| outcome.ok()).map_or(0, |drawn| drawn.token),
-            Err(_) => 0,
-        }
+    /// The sampler's working memory, for the draft head.
+    pub fn scratch(&mut self) -> &mut sample::Scratch {
+        &mut self.scratch
     }
+}
+
+/// How a sequence draws its proposals, the first one for `position`; `None` for a greedy one.
+pub(super) fn proposals(sampling: &Sampling, position: u32) -> Option<Sampled<'_>> {
+    (sampling.temperature != 0.0).then(|| Sampled::new(settings(sampling), position))
 }
 
 /// What a draw needs: the token to be drawn stands one position after its row.

@@ -43,19 +43,14 @@ impl DeepseekV41 {
         let anchors = std::iter::once(Anchor { slot: slot.0, token: anchor, position });
         draft::blocks(&mut step, &self.weights, context, &self.cache, anchors).map_err(failed)?;
         let steps = shape.dspark_block_size;
-        let mut logits = Vec::with_capacity(steps * shape.vocab_size);
-        draft::chain(&mut step, &self.weights.draft, context, &[anchor], &[false], steps, &mut |_, _, row| {
-            logits.extend_from_slice(row);
-            // Ties to the lowest id, as the greedy draw has them.
-            let mut best = 0;
-            for (token, value) in row.iter().enumerate() {
-                if *value > row[best] {
-                    best = token;
-                }
-            }
-            best as u32
-        })
-        .map_err(failed)?;
+        // The logits of the last step stay behind, so a chain a step shows them all.
+        let mut logits = vec![0f32; steps * shape.vocab_size];
+        for (step_index, row) in logits.chunks_exact_mut(shape.vocab_size).enumerate() {
+            let draws = self.draws.scratch();
+            draft::chain(&mut step, &self.weights.draft, context, &[anchor], &|_| None, step_index + 1, draws)
+                .map_err(failed)?;
+            context.step_logits.read(0, row).map_err(|error| failed(error.into()))?;
+        }
         Ok(Some(DraftRows { tokens: context.tokens.clone(), logits, confidence: context.confidence.clone() }))
     }
 }

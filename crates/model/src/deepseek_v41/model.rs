@@ -14,7 +14,7 @@ use tf_numerics::lanes::Level;
 
 use super::cache::{Cache, CacheLayout};
 use super::draft::{self, Anchor};
-use super::draw::{Draws, RowOf};
+use super::draw::{self, Draws, RowOf};
 use super::engram::EngramHash;
 use super::fault::Fault;
 use super::forward::{self, History, LOOKBACK_MAX, Round, Step, StepError, Tables};
@@ -141,7 +141,6 @@ pub struct DeepseekV41 {
     pub(super) drawn_rows: Vec<u32>,
     pub(super) row_of: Vec<RowOf>,
     pub(super) anchors: Vec<u32>,
-    pub(super) greedy: Vec<bool>,
     pub(super) logits_rows: usize,
     pub(super) counters: Counters,
     /// Why the device gave no snapshot or took none: no later round can be right.
@@ -193,12 +192,11 @@ impl DeepseekV41 {
             history: History { ids: Vec::with_capacity(rows * shape.engram_columns()) },
             ring_windows: Vec::with_capacity(slots),
             draft,
-            draws: Draws::new(options.level, shape.vocab_size)?,
+            draws: Draws::new(),
             failure: None,
             drawn_rows: Vec::with_capacity(rows),
             row_of: Vec::with_capacity(rows),
             anchors: Vec::with_capacity(logits_rows),
-            greedy: Vec::with_capacity(logits_rows),
             logits_rows,
             counters: Counters::default(),
             tables: Tables::new(&shape, hash),
@@ -387,24 +385,15 @@ impl DeepseekV41 {
         draft::blocks(&mut step, &self.weights, context, &self.cache, anchors)?;
         self.anchors.clear();
         self.anchors.extend(wanted.iter().map(|request| request.anchor));
-        self.greedy.clear();
-        self.greedy.extend(wanted.iter().map(|request| request.sampling.temperature == 0.0));
         let longest = wanted.iter().map(|request| request.count_max as usize).max().unwrap_or(0);
         let steps = longest.min(self.shape.dspark_block_size);
-        let draws = &mut self.draws;
-        draft::chain(
-            &mut step,
-            &self.weights.draft,
-            context,
-            &self.anchors,
-            &self.greedy,
-            steps,
-            &mut |sequence, step, logits| {
-                let request = &wanted[sequence];
-                // The anchor stands at `position`, so the first proposal is for the position after it.
-                draws.proposal(logits, request.sampling, request.position + 1 + step as u32)
-            },
-        )?;
+        // The anchor stands at `position`, so the first proposal is for the position after it.
+        let sampled = |sequence: usize| {
+            let request = &wanted[sequence];
+            draw::proposals(request.sampling, request.position + 1)
+        };
+        let draws = self.draws.scratch();
+        draft::chain(&mut step, &self.weights.draft, context, &self.anchors, &sampled, steps, draws)?;
         for (sequence, request) in wanted.iter().enumerate() {
             let proposals = draft::proposals(sequence, steps, request.count_max as usize);
             let first = drafts.tokens.len();
