@@ -6,6 +6,7 @@ use tf_text::TokenId;
 
 use crate::clock::Time;
 use crate::depth::Acceptance;
+use crate::disk::worker::LoadId;
 use crate::limits::DRAFTS_MAX;
 use crate::model::{Drawn, DrawnRow};
 use crate::plan::Plan;
@@ -64,6 +65,8 @@ pub fn admit(state: &mut State, now: Time) {
             kept_to: 0,
             source: None,
             follows: None,
+            load: None,
+            asked_disk: false,
             waits: false,
             drafts: Vec::with_capacity(DRAFTS_MAX),
             confidence: Vec::with_capacity(DRAFTS_MAX),
@@ -208,6 +211,14 @@ pub fn follow(state: &mut State, index: usize, leader: usize, at: Position) {
         other.snapshot_at.insert(place, at);
     }
     state.sequences[index].follows = Some((id, at));
+}
+
+/// Makes a sequence wait for a prefix from disk, or ends that wait.
+pub fn await_load(state: &mut State, index: usize, load: Option<LoadId>) {
+    let sequence = &mut state.sequences[index];
+    assert!(load.is_none() || sequence.computed == 0, "a prefix is read before any row is computed");
+    sequence.asked_disk |= load.is_some();
+    sequence.load = load;
 }
 
 /// A sequence's state at this position is kept.

@@ -14,6 +14,7 @@ use std::time::Duration;
 use crate::channel::{self, Batch, Receiver};
 use crate::clock::{Clock, Time};
 use crate::commit;
+use crate::disk::{Disk, Files, Folder, News, Shelf};
 use crate::limits::{EngineLimits, LimitsError};
 use crate::model::{Model, ModelLimits};
 use crate::prefix_cache::PrefixCache;
@@ -31,6 +32,8 @@ enum Command {
     Drain,
     /// Ends everything at once, then the thread.
     Stop,
+    /// The disk's worker says something.
+    Disk(News),
 }
 
 /// How far the engine's life has come.
@@ -41,6 +44,9 @@ pub enum Lifecycle {
     /// The thread has ended, with the reason.
     Stopped(StopReason),
 }
+
+/// Where every running sequence waits for the disk, deadlines are looked at this often.
+const DISK_WAIT: Duration = Duration::from_millis(20);
 
 struct Shared {
     limits: EngineLimits,
@@ -74,7 +80,7 @@ impl Drop for Place {
 /// Submits requests to an engine. Cheap to clone.
 #[derive(Clone)]
 pub struct EngineHandle {
-    commands: mpsc::Sender<Command>,
+    commands: Arc<mpsc::Sender<Command>>,
     shared: Arc<Shared>,
 }
 
@@ -190,7 +196,7 @@ impl EngineHandle {
 pub struct Reply {
     id: RequestId,
     receiver: Receiver,
-    commands: mpsc::Sender<Command>,
+    commands: Arc<mpsc::Sender<Command>>,
     place: Option<Place>,
 }
 
@@ -282,9 +288,33 @@ impl<M: Model> Engine<M> {
             stats: Mutex::new(state.stats),
             lifecycle: Mutex::new(Lifecycle::Running),
         });
-        let handle = EngineHandle { commands: sender, shared: shared.clone() };
+        let handle = EngineHandle { commands: Arc::new(sender), shared: shared.clone() };
         let engine = Engine { state, model, scratch: Scratch::default(), cache, commands, shared, is_draining: false };
         Ok((engine, handle))
+    }
+
+    /// Keeps prefixes in the files of `disk` too, with a thread of its own for them. Without kept prefixes it stays closed.
+    ///
+    /// # Errors
+    /// When the system gives no thread.
+    pub fn use_disk<F: Files + 'static>(&mut self, disk: Disk<F>, handle: &EngineHandle) -> std::io::Result<()> {
+        if !self.state.keeping.is_on {
+            return Ok(());
+        }
+        // Handles alone keep the engine running, so the worker's way to it must not.
+        let commands = Arc::downgrade(&handle.commands);
+        let sink = Box::new(move |news| {
+            if let Some(commands) = commands.upgrade() {
+                // A thread that has ended wants no news.
+                let _ = commands.send(Command::Disk(news));
+            }
+        });
+        let (shelf, worker) = Shelf::new(disk, sink);
+        std::thread::Builder::new().name("disk".to_string()).spawn(move || worker.run())?;
+        self.state.stats.disk = shelf.stats();
+        self.cache.shelf = Some(shelf);
+        self.publish(None);
+        Ok(())
     }
 
     /// Serves until it is drained or stopped, every handle is gone, or the device is lost.
@@ -304,7 +334,7 @@ impl<M: Model> Engine<M> {
                 return StopReason::Asked;
             }
             if self.is_draining && self.state.is_idle() {
-                return StopReason::Drained;
+                return self.write_rest(&*clock);
             }
             self.publish(Some(clock.now()).filter(|_| !self.state.is_idle()));
             match run_round(&mut self.state, &mut self.model, &*clock, &mut self.scratch, &mut self.cache) {
@@ -319,17 +349,57 @@ impl<M: Model> Engine<M> {
         }
     }
 
-    /// Reads all commands there are; waits for one when there is nothing else to do. False when all shall end.
-    fn read_commands(&mut self, clock: &dyn Clock) -> bool {
-        if self.state.is_idle() && !self.is_draining {
+    /// Puts on disk what isn't there yet. Whoever can't wait for it says stop.
+    fn write_rest(&mut self, clock: &dyn Clock) -> StopReason {
+        let mut is_closing = false;
+        while let Some(shelf) = self.cache.shelf.as_mut().filter(|shelf| !shelf.is_closed()) {
+            if !is_closing && !shelf.is_writing() {
+                shelf.close();
+                is_closing = true;
+            }
+            self.cache.write_behind(&mut self.model, u32::MAX);
+            release(&mut self.state, &mut self.model, &mut self.cache);
+            self.publish(None);
+            if self.cache.shelf.as_ref().is_none_or(Shelf::is_closed) {
+                break;
+            }
+            // The worker says when it has room and when it is done.
             match self.commands.recv() {
+                Ok(Command::Submit(waiting)) => {
+                    commit::enqueue(&mut self.state, *waiting);
+                    commit::end_all(&mut self.state, &FinishReason::Stopped, clock.now());
+                }
                 Ok(command) => {
                     if !self.obey(command, clock) {
-                        return false;
+                        return StopReason::Asked;
                     }
                 }
-                Err(mpsc::RecvError) => return false,
+                Err(mpsc::RecvError) => return StopReason::Drained,
             }
+        }
+        StopReason::Drained
+    }
+
+    /// Reads all commands there are; waits for one when there is nothing else to do. False when all shall end.
+    fn read_commands(&mut self, clock: &dyn Clock) -> bool {
+        let is_idle = self.state.is_idle();
+        if is_idle {
+            self.cache.write_behind(&mut self.model, u32::MAX);
+        }
+        let first = match is_idle {
+            true if self.is_draining => None,
+            true => match self.commands.recv() {
+                Ok(command) => Some(command),
+                Err(mpsc::RecvError) => return false,
+            },
+            // Nothing can run before something is read from disk; its failing to come ends the wait too.
+            false if self.state.is_waiting_for_disk() => self.commands.recv_timeout(DISK_WAIT).ok(),
+            false => None,
+        };
+        if let Some(command) = first
+            && !self.obey(command, clock)
+        {
+            return false;
         }
         while let Ok(command) = self.commands.try_recv() {
             if !self.obey(command, clock) {
@@ -348,6 +418,10 @@ impl<M: Model> Engine<M> {
             }
             Command::Drain => self.is_draining = true,
             Command::Stop => return false,
+            Command::Disk(news) => {
+                prefixes::hear(&self.state, &mut self.model, &mut self.cache, news, clock.now());
+                self.state.stats.disk = self.cache.shelf.as_ref().map(Shelf::stats).unwrap_or_default();
+            }
         }
         true
     }
@@ -378,10 +452,25 @@ pub fn spawn<M: Model + Send + 'static>(
     limits: EngineLimits,
     clock: Arc<dyn Clock>,
 ) -> Result<(EngineHandle, JoinHandle<()>), LimitsError> {
-    let (engine, handle) = Engine::new(model, limits, clock)?;
-    let thread = std::thread::Builder::new().name("engine".to_string()).spawn(move || engine.run());
-    match thread {
-        Ok(thread) => Ok((handle, thread)),
-        Err(error) => Err(LimitsError { mistakes: vec![format!("the engine's thread couldn't be started: {error}")] }),
+    spawn_with_disk(model, limits, clock, None::<Disk<Folder>>)
+}
+
+/// The same with a disk tier for its kept prefixes.
+///
+/// # Errors
+/// [`LimitsError`] with every limit that the model can't serve.
+pub fn spawn_with_disk<M: Model + Send + 'static, F: Files + 'static>(
+    model: M,
+    limits: EngineLimits,
+    clock: Arc<dyn Clock>,
+    disk: Option<Disk<F>>,
+) -> Result<(EngineHandle, JoinHandle<()>), LimitsError> {
+    let (mut engine, handle) = Engine::new(model, limits, clock)?;
+    let no_thread =
+        |error: std::io::Error| LimitsError { mistakes: vec![format!("no thread could be started: {error}")] };
+    if let Some(disk) = disk {
+        engine.use_disk(disk, &handle).map_err(no_thread)?;
     }
+    let thread = std::thread::Builder::new().name("engine".to_string()).spawn(move || engine.run());
+    Ok((handle, thread.map_err(no_thread)?))
 }

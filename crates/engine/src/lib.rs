@@ -8,6 +8,7 @@ pub mod channel;
 pub mod clock;
 pub mod commit;
 pub mod depth;
+pub mod disk;
 pub mod engine;
 pub mod limits;
 pub mod model;
@@ -25,7 +26,7 @@ pub mod verify;
 
 pub use channel::{Batch, TokenRow};
 pub use clock::{Clock, Time, VirtualClock, WallClock};
-pub use engine::{Engine, EngineHandle, Lifecycle, Reply, spawn};
+pub use engine::{Engine, EngineHandle, Lifecycle, Reply, spawn, spawn_with_disk};
 pub use limits::{DraftPolicy, EngineLimits, LimitsError};
 pub use request::{
     CacheReason, CacheSource, CacheUse, FinishReason, Finished, Position, ReplyStats, Request, RequestId, Sampling,

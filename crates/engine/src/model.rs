@@ -153,6 +153,15 @@ pub enum ForwardError {
     DeviceLost(String),
 }
 
+/// Why bytes give no snapshot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum DecodeError {
+    #[error("the bytes are no state of this model")]
+    Malformed,
+    #[error("there are not enough free pages")]
+    Pages,
+}
+
 /// A model that the engine can drive.
 pub trait Model {
     /// The state at a position, enough to continue from there (`exactness.md` section 5).
@@ -197,6 +206,24 @@ pub trait Model {
 
     /// Free pages that `slot` takes when it grows to `end` positions.
     fn pages_needed(&self, slot: SlotIndex, end: Position) -> u32;
+
+    /// Appends the bytes of a snapshot without its pages, for [`Model::decode`] of a model of the same identity.
+    fn encode(&mut self, snapshot: &Self::Snapshot, bytes: &mut Vec<u8>);
+
+    /// Appends the contents of some of a snapshot's pages, counted from its first, `pages().bytes` each. False where they
+    /// can't be read.
+    fn read_pages(&mut self, snapshot: &Self::Snapshot, pages: Range<u32>, bytes: &mut Vec<u8>) -> bool;
+
+    /// A snapshot from its bytes. It shares the first pages of `base`, as many as are named, and has free pages after
+    /// these, whose contents are to be written before anything resumes from it.
+    ///
+    /// # Errors
+    /// [`DecodeError`]; no page is held then.
+    fn decode(&mut self, bytes: &[u8], base: Option<(&Self::Snapshot, u32)>) -> Result<Self::Snapshot, DecodeError>;
+
+    /// Writes whole pages of a decoded snapshot from its page `first` on; false, and nothing is written, where it has no
+    /// such pages of its own.
+    fn write_pages(&mut self, snapshot: &Self::Snapshot, first: u32, bytes: &[u8]) -> bool;
 
     /// Puts a snapshot into an empty slot.
     fn restore(&mut self, slot: SlotIndex, snapshot: &Self::Snapshot);

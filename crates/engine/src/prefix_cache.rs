@@ -10,10 +10,12 @@ use std::sync::Arc;
 
 use tf_text::TokenId;
 
+use crate::disk::Shelf;
+use crate::model::Model;
 use crate::request::Position;
 
 /// Hits beyond this make a prefix no more valuable.
-const USES_MAX: u32 = 16;
+pub(crate) const USES_MAX: u32 = 16;
 
 /// A planted defect, for the tests of the tests.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -26,10 +28,20 @@ pub enum CacheFault {
     OffByOne,
     /// Tokens are not compared, only the length and a weak hash.
     ComparesHashes,
+    /// Files are used whatever their checksums say.
+    TrustsFiles,
+    /// Pages of a file are put one place off.
+    ShiftsPages,
 }
 
 impl CacheFault {
-    pub const ALL: [CacheFault; 3] = [CacheFault::Stale, CacheFault::OffByOne, CacheFault::ComparesHashes];
+    pub const ALL: [CacheFault; 5] = [
+        CacheFault::Stale,
+        CacheFault::OffByOne,
+        CacheFault::ComparesHashes,
+        CacheFault::TrustsFiles,
+        CacheFault::ShiftsPages,
+    ];
 }
 
 /// A state and what it costs.
@@ -70,8 +82,9 @@ pub struct Found<S> {
 }
 
 /// Kept prefixes. See the module's text.
-#[derive(Debug)]
 pub struct PrefixCache<S> {
+    /// Where prefixes are kept beyond memory, if anywhere.
+    pub shelf: Option<Shelf<S>>,
     budget: u64,
     page_bytes: u64,
     kept: BTreeMap<Arc<[TokenId]>, Kept<S>>,
@@ -89,6 +102,7 @@ impl<S: Clone> PrefixCache<S> {
     /// `budget`: bytes of states, tokens and pages together. `page_bytes`: of one page.
     pub fn new(budget: u64, page_bytes: u64) -> Self {
         PrefixCache {
+            shelf: None,
             budget,
             page_bytes,
             kept: BTreeMap::new(),
@@ -179,10 +193,7 @@ impl<S: Clone> PrefixCache<S> {
 
     /// Leading tokens of `prompt` that some kept prefix has too. The neighbours in order have the most.
     fn matched(&self, prompt: &[TokenId]) -> Position {
-        let before = self.kept.range::<[TokenId], _>((Bound::Unbounded, Bound::Included(prompt))).next_back();
-        let after = self.kept.range::<[TokenId], _>((Bound::Excluded(prompt), Bound::Unbounded)).next();
-        let neighbours = before.into_iter().chain(after);
-        neighbours.map(|(key, _)| common(key, prompt)).max().unwrap_or(0) as Position
+        self.neighbours(prompt).map(|(key, _)| common(key, prompt)).max().unwrap_or(0) as Position
     }
 
     /// Keeps the state after `prefix`, then lets the least valuable prefixes go until the budget holds. The new one may
@@ -212,12 +223,36 @@ impl<S: Clone> PrefixCache<S> {
             *holders += 1;
         }
         self.bytes += keeping.bytes + token_bytes(prefix);
-        self.kept.insert(prefix.into(), Kept { keeping, last_use: self.searches, uses });
+        let key: Arc<[TokenId]> = prefix.into();
+        if let Some(shelf) = &mut self.shelf {
+            shelf.note_kept(&key);
+        }
+        self.kept.insert(key, Kept { keeping, last_use: self.searches, uses });
         while self.bytes > self.budget {
-            if !self.evict(&is_protected) {
-                break;
+            let Some(victim) = self.victim(&is_protected) else { break };
+            self.evictions += 1;
+            if let (Some(kept), Some(shelf)) = (self.remove(&victim), &mut self.shelf) {
+                shelf.note_evicted(&victim, kept.keeping.snapshot);
             }
         }
+    }
+
+    /// The kept state with the most leading tokens of `tokens`, and how many.
+    pub fn nearest(&self, tokens: &[TokenId]) -> Option<(&S, Position)> {
+        let both = self.neighbours(tokens).map(|(key, kept)| (&kept.keeping.snapshot, common(key, tokens)));
+        both.max_by_key(|(_, matched)| *matched).map(|(snapshot, matched)| (snapshot, matched as Position))
+    }
+
+    fn neighbours(&self, tokens: &[TokenId]) -> impl Iterator<Item = (&Arc<[TokenId]>, &Kept<S>)> {
+        let before = self.kept.range::<[TokenId], _>((Bound::Unbounded, Bound::Included(tokens))).next_back();
+        let after = self.kept.range::<[TokenId], _>((Bound::Excluded(tokens), Bound::Unbounded)).next();
+        before.into_iter().chain(after)
+    }
+
+    /// Hands what isn't on disk yet to whoever writes it, at most `pieces_max` pieces of it.
+    pub fn write_behind<M: Model<Snapshot = S>>(&mut self, model: &mut M, pieces_max: u32) {
+        let Self { shelf: Some(shelf), kept, .. } = self else { return };
+        shelf.advance(model, |tokens| kept.get(tokens).map(|kept| kept.keeping.snapshot.clone()), pieces_max);
     }
 
     /// The hits that a new prefix inherits: those of the latest state that it continues, which is the latest no more. A

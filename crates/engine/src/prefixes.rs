@@ -8,10 +8,12 @@ use tf_text::TokenId;
 
 use crate::clock::Time;
 use crate::commit;
-use crate::limits::{EngineLimits, SNAPSHOT_ROWS_MIN};
+use crate::disk::shelf::Arrival;
+use crate::disk::{News, Shelf};
+use crate::limits::{EngineLimits, LOAD_PATIENCE, SNAPSHOT_ROWS_MIN};
 use crate::model::{Model, SlotIndex};
 use crate::plan::{Plan, plan};
-use crate::prefix_cache::{Keeping, PrefixCache, common};
+use crate::prefix_cache::{Found, Hit, Keeping, PrefixCache, common};
 use crate::request::{CacheReason, CacheSource, CacheUse, Position, RequestId};
 use crate::sequence::Sequence;
 use crate::state::{KeepRules, State};
@@ -34,27 +36,98 @@ pub fn rules_for<M: Model>(model: &M, limits: &EngineLimits) -> KeepRules {
     }
 }
 
-/// Gives every prompt that hasn't begun its start: the longest kept prefix, or the promise of one that another prompt is
-/// about to reach.
-pub fn place<M: Model>(state: &mut State, model: &mut M, cache: &mut PrefixCache<M::Snapshot>) {
+/// Gives every prompt that hasn't begun its start: the longest kept prefix, the promise of one that another prompt is
+/// about to reach, or of one that is being read from disk.
+pub fn place<M: Model>(state: &mut State, model: &mut M, cache: &mut PrefixCache<M::Snapshot>, now: Time) {
+    let arrived = take_arrived(state, model, cache, now);
     for index in 0..state.sequences.len() {
         let sequence = &state.sequences[index];
-        let is_due = match sequence.follows {
-            Some((leader, at)) => !is_coming(state, leader, at),
-            None => !sequence.is_placed,
+        let is_due = match (sequence.follows, sequence.load) {
+            (_, Some(load)) => !cache.shelf.as_ref().is_some_and(|shelf| shelf.is_loading(load)),
+            (Some((leader, at)), None) => !is_coming(state, leader, at),
+            (None, None) => !sequence.is_placed,
         };
         if is_due {
             state.sequences[index].follows = None;
-            search(state, index, model, cache);
+            commit::await_load(state, index, None);
+            search(state, index, model, cache, &arrived, now);
         }
     }
+}
+
+/// What came from disk since the last round, kept in memory from here on.
+fn take_arrived<M: Model>(
+    state: &State,
+    model: &M,
+    cache: &mut PrefixCache<M::Snapshot>,
+    now: Time,
+) -> Vec<Arrival<M::Snapshot>> {
+    let Some(shelf) = &mut cache.shelf else { return Vec::new() };
+    shelf.give_up_loads(|since| now.since(since) > LOAD_PATIENCE);
+    let arrived = shelf.take_arrived();
+    for Arrival { tokens, snapshot } in &arrived {
+        let is_wanted = |key: &Arc<[TokenId]>| key == tokens || is_source(&state.sequences, key);
+        cache.keep(tokens, keeping(model, snapshot.clone(), tokens.len() as Position), is_wanted);
+    }
+    arrived
+}
+
+/// Takes in what the disk's worker says.
+pub fn hear<M: Model>(state: &State, model: &mut M, cache: &mut PrefixCache<M::Snapshot>, news: News, now: Time) {
+    let Some(mut shelf) = cache.shelf.take() else { return };
+    shelf.hear(news, model, now, |model, pages| {
+        while model.pages().free < pages {
+            if !cache.evict(|key| is_source(&state.sequences, key)) {
+                return false;
+            }
+        }
+        true
+    });
+    cache.shelf = Some(shelf);
+}
+
+/// Begins to read a longer prefix than memory has, where the disk has one that saves rows.
+fn load<M: Model>(
+    state: &mut State,
+    index: usize,
+    model: &M,
+    cache: &mut PrefixCache<M::Snapshot>,
+    resumed: Position,
+    now: Time,
+) -> bool {
+    let sequence = &state.sequences[index];
+    if sequence.asked_disk || sequence.computed > 0 {
+        return false;
+    }
+    let (prompt, length) = (sequence.request.prompt.clone(), sequence.prompt_length());
+    let Some(shelf) = &mut cache.shelf else { return false };
+    let Some(candidate) = shelf.find(&prompt, resumed + SNAPSHOT_ROWS_MIN - 1, length - 1) else { return false };
+    let page_positions = state.keeping.page_positions.max(1);
+    // Whole pages of tokens that memory knows are taken from there.
+    let base = cache.nearest(&candidate.tokens).map(|(snapshot, matched)| (snapshot, matched / page_positions));
+    let base = base.filter(|(_, pages)| *pages > 0).map(|(snapshot, pages)| {
+        let mut held = Vec::new();
+        model.snapshot_pages(snapshot, &mut held);
+        (snapshot.clone(), pages.min(held.len() as u32))
+    });
+    let Some(shelf) = &mut cache.shelf else { return false };
+    let load = shelf.load(&candidate, base, now);
+    commit::await_load(state, index, load);
+    load.is_some()
 }
 
 fn is_coming(state: &State, leader: RequestId, at: Position) -> bool {
     state.sequences.iter().any(|sequence| sequence.id == leader && sequence.is_prefilling() && sequence.computed < at)
 }
 
-fn search<M: Model>(state: &mut State, index: usize, model: &mut M, cache: &mut PrefixCache<M::Snapshot>) {
+fn search<M: Model>(
+    state: &mut State,
+    index: usize,
+    model: &mut M,
+    cache: &mut PrefixCache<M::Snapshot>,
+    arrived: &[Arrival<M::Snapshot>],
+    now: Time,
+) {
     let sequence = &state.sequences[index];
     let reason = match (state.keeping.is_on, sequence.request.score_prompt) {
         (false, _) => Some(CacheReason::Off),
@@ -66,12 +139,35 @@ fn search<M: Model>(state: &mut State, index: usize, model: &mut M, cache: &mut 
         return;
     }
     let (prompt, length, slot) = (sequence.request.prompt.clone(), sequence.prompt_length(), sequence.slot);
-    let found = cache.find(&prompt, length - 1, |snapshot| model.can_resume(snapshot, length));
+    let mut found = cache.find(&prompt, length - 1, |snapshot| model.can_resume(snapshot, length));
+    let from_disk = arrival_for(&prompt, &found, arrived, |snapshot| model.can_resume(snapshot, length));
+    if let Some(arrival) = from_disk
+        && found.hit.as_ref().is_none_or(|hit| (hit.position as usize) < arrival.tokens.len())
+    {
+        // Memory was too small to keep it, even for a moment.
+        let position = arrival.tokens.len() as Position;
+        let (prefix, snapshot) = (arrival.tokens.clone(), arrival.snapshot.clone());
+        found.hit = Some(Hit { prefix, position, snapshot });
+    }
     let resumed = found.hit.as_ref().map_or(0, |hit| hit.position);
+    if from_disk.is_none() && load(state, index, model, cache, resumed, now) {
+        return;
+    }
+    let sequence = &state.sequences[index];
+    if let Some(shelf) = &mut cache.shelf {
+        found.matched = found.matched.max(shelf.matched(&prompt));
+        if from_disk.is_some() {
+            shelf.count_hit(&prompt[..resumed as usize]);
+        }
+    }
     if !sequence.is_placed || resumed > sequence.computed {
         let far = resumed + SNAPSHOT_ROWS_MIN <= found.matched.min(length - 1);
         let nearer = if found.passed_unusable { CacheReason::Incomplete } else { CacheReason::NoSnapshot };
-        let source = if found.hit.is_some() { CacheSource::Ram } else { CacheSource::None };
+        let source = match (&found.hit, from_disk) {
+            (None, _) => CacheSource::None,
+            (Some(_), None) => CacheSource::Ram,
+            (Some(_), Some(_)) => CacheSource::Disk,
+        };
         if sequence.computed > 0 {
             model.release(slot);
         }
@@ -84,6 +180,22 @@ fn search<M: Model>(state: &mut State, index: usize, model: &mut M, cache: &mut 
     let wanted = wanted_states(state, index, found.matched, model);
     commit::want_states(state, index, wanted);
     follow(state, index, model);
+}
+
+/// What has just been read for this prompt, unless memory has something longer.
+fn arrival_for<'a, S>(
+    prompt: &[TokenId],
+    found: &Found<S>,
+    arrived: &'a [Arrival<S>],
+    usable: impl Fn(&S) -> bool,
+) -> Option<&'a Arrival<S>> {
+    let resumed = found.hit.as_ref().map_or(0, |hit| hit.position as usize);
+    let fits = |arrival: &&Arrival<S>| {
+        (resumed.max(1)..prompt.len()).contains(&arrival.tokens.len())
+            && prompt.starts_with(&arrival.tokens)
+            && usable(&arrival.snapshot)
+    };
+    arrived.iter().filter(fits).max_by_key(|arrival| arrival.tokens.len())
 }
 
 /// Positions inside the prompt whose state later requests may want: those that the request names, and the place where
@@ -170,11 +282,15 @@ fn keep_state<M: Model>(
     }
     let position = prefix.len() as Position;
     let snapshot = model.snapshot(slot, position);
+    cache.keep(prefix, keeping(model, snapshot, position), |key| is_source(&state.sequences, key));
+}
+
+fn keeping<M: Model>(model: &M, snapshot: M::Snapshot, position: Position) -> Keeping<M::Snapshot> {
     let mut pages = Vec::new();
     model.snapshot_pages(&snapshot, &mut pages);
     let bytes = model.snapshot_bytes(&snapshot);
     let is_complete = model.can_resume(&snapshot, position + 1);
-    cache.keep(prefix, Keeping { snapshot, bytes, pages, is_complete }, |key| is_source(&state.sequences, key));
+    Keeping { snapshot, bytes, pages, is_complete }
 }
 
 /// Whether a running sequence resumed from this prefix.
@@ -193,6 +309,9 @@ pub fn release<M: Model>(state: &mut State, model: &mut M, cache: &mut PrefixCac
     state.stats.prefixes = cache.len() as u64;
     state.stats.prefix_bytes = cache.bytes();
     state.stats.prefix_evictions = cache.evictions();
+    if let Some(shelf) = &cache.shelf {
+        state.stats.disk = shelf.stats();
+    }
 }
 
 /// Plans the next round so that its pages are there. Kept prefixes go first, then the newest sequences wait a round with
@@ -211,12 +330,23 @@ pub fn plan_within_pages<M: Model>(
         let end = |window: &crate::model::Window| window.start + window.rows.len() as Position;
         let needed: u64 = windows.map(|window| u64::from(model.pages_needed(window.slot, end(window)))).sum();
         while needed > u64::from(model.pages().free) {
+            let before = model.pages().free;
             if !cache.evict(|key| is_source(&state.sequences, key)) {
                 break;
+            }
+            // Pages that only the disk still holds.
+            if model.pages().free == before
+                && let Some(shelf) = &mut cache.shelf
+            {
+                shelf.let_go_of_pages();
             }
         }
         if needed <= u64::from(model.pages().free) {
             return;
+        }
+        // What is on its way to or from the disk goes before anybody waits.
+        if cache.shelf.as_mut().is_some_and(Shelf::let_go_of_pages) {
+            continue;
         }
         let ids = round.round.windows.iter().map(|window| state.sequences[window.sequence].id);
         let oldest = state.sequences.iter().map(|sequence| sequence.id).min();

@@ -152,6 +152,7 @@ pub enum CacheSource {
     #[default]
     None,
     Ram,
+    Disk,
 }
 
 /// Why fewer rows were restored than something kept has in common with the prompt.

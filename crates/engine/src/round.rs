@@ -3,7 +3,7 @@
 use crate::clock::Clock;
 use crate::commit;
 use crate::depth::{self, Candidate};
-use crate::limits::DRAFTS_MAX;
+use crate::limits::{DISK_PIECES_A_ROUND, DRAFTS_MAX};
 use crate::model::{DraftRequest, Drafts, Drawn, ForwardError, Model, SequenceView};
 use crate::plan::Plan;
 use crate::prefix_cache::PrefixCache;
@@ -56,9 +56,10 @@ pub fn run_round<M: Model>(
     let began = clock.now();
     commit::admit(state, began);
     release(state, model, cache);
-    prefixes::place(state, model, cache);
+    prefixes::place(state, model, cache, began);
     prefixes::plan_within_pages(state, model, cache, &mut scratch.plan, began);
     if scratch.plan.is_empty() {
+        cache.write_behind(model, DISK_PIECES_A_ROUND);
         state.check();
         return Ok(Busy::Idle);
     }
@@ -91,6 +92,7 @@ pub fn run_round<M: Model>(
     draft(state, model, cache, clock, scratch)?;
     commit::admit(state, clock.now());
     release(state, model, cache);
+    cache.write_behind(model, DISK_PIECES_A_ROUND);
     state.check();
     Ok(Busy::Worked)
 }

@@ -7,6 +7,7 @@ use tf_text::TokenId;
 use crate::channel::Sender;
 use crate::clock::Time;
 use crate::depth::Acceptance;
+use crate::disk::worker::LoadId;
 use crate::model::{SequenceView, SlotIndex};
 use crate::request::{Position, ReplyStats, Request, RequestId};
 
@@ -29,6 +30,10 @@ pub struct Sequence {
     pub source: Option<Arc<[TokenId]>>,
     /// Waits for another prompt to reach a position that both share.
     pub follows: Option<(RequestId, Position)>,
+    /// Waits for a prefix that is being read from disk.
+    pub load: Option<LoadId>,
+    /// The disk was asked once; what it couldn't give is computed.
+    pub asked_disk: bool,
     /// Has no rows in this round for want of pages; its state stays.
     pub waits: bool,
     /// Proposals for what follows the pending token. Never committed without the target's own draw.
@@ -64,7 +69,7 @@ impl Sequence {
 
     /// Whether this sequence has no part in the next round.
     pub fn is_held(&self) -> bool {
-        self.waits || self.follows.is_some()
+        self.waits || self.follows.is_some() || self.load.is_some()
     }
 
     /// The tokens of the computed positions.

@@ -86,6 +86,12 @@ impl State {
         self.sequences.is_empty() && self.queue.is_empty()
     }
 
+    /// Whether something runs and all of it waits for a prefix from disk, or for another that does.
+    pub fn is_waiting_for_disk(&self) -> bool {
+        let is_held = |sequence: &Sequence| sequence.load.is_some() || sequence.follows.is_some();
+        self.sequences.iter().any(|sequence| sequence.load.is_some()) && self.sequences.iter().all(is_held)
+    }
+
     /// Whether the head of the queue must wait for memory: what the running sequences need next and its prompt don't fit
     /// together. Beside nothing it always fits.
     pub fn is_head_short_of_pages(&self) -> bool {

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use crate::clock::Time;
+use crate::disk::DiskStats;
 use crate::limits::DRAFTS_MAX;
 
 /// A copy of the engine's counters, taken after a round.
@@ -33,6 +34,8 @@ pub struct EngineStats {
     pub prefixes: u64,
     pub prefix_bytes: u64,
     pub prefix_evictions: u64,
+    /// The disk tier; all zero where there is none.
+    pub disk: DiskStats,
     /// Times that a sequence waited a round for pages.
     pub page_waits: u64,
     pub queue_time: Duration,

@@ -327,6 +327,26 @@ impl Model for Panics {
         self.0.pages_needed(slot, end)
     }
 
+    fn encode(&mut self, snapshot: &Self::Snapshot, bytes: &mut Vec<u8>) {
+        self.0.encode(snapshot, bytes);
+    }
+
+    fn read_pages(&mut self, snapshot: &Self::Snapshot, pages: std::ops::Range<u32>, bytes: &mut Vec<u8>) -> bool {
+        self.0.read_pages(snapshot, pages, bytes)
+    }
+
+    fn decode(
+        &mut self,
+        bytes: &[u8],
+        base: Option<(&Self::Snapshot, u32)>,
+    ) -> Result<Self::Snapshot, tf_engine::model::DecodeError> {
+        self.0.decode(bytes, base)
+    }
+
+    fn write_pages(&mut self, snapshot: &Self::Snapshot, first: u32, bytes: &[u8]) -> bool {
+        self.0.write_pages(snapshot, first, bytes)
+    }
+
     fn restore(&mut self, slot: SlotIndex, snapshot: &Self::Snapshot) {
         self.0.restore(slot, snapshot);
     }

@@ -5,22 +5,32 @@ use std::sync::Arc;
 use tf_engine::model::{Model, ModelLimits};
 use tf_engine::testing::simulate::plain_reply;
 use tf_engine::testing::{Drafter, HistoryModel, HistoryOptions};
-use tf_engine::{Batch, CacheReason, CacheSource, EngineHandle, EngineLimits, FinishReason, Finished, Request};
-use tf_engine::{VirtualClock, spawn};
+use tf_engine::{Batch, CacheReason, CacheSource, Engine, EngineHandle, EngineLimits, FinishReason, Finished, Reply};
+use tf_engine::{Request, VirtualClock};
 
 const LIMITS: ModelLimits = ModelLimits { vocab_size: 40, context: 800, slots: 4, round_rows: 64, draft_block: 5 };
 const SEED: u64 = 3;
 
 fn engine(slots: u32, pages: Option<u32>, bytes: u64) -> EngineHandle {
+    let (engine, handle) = waiting_engine(slots, pages, bytes);
+    std::thread::spawn(move || engine.run());
+    handle
+}
+
+/// An engine that doesn't run yet, so that several requests meet it at once.
+fn waiting_engine(slots: u32, pages: Option<u32>, bytes: u64) -> (Engine<HistoryModel>, EngineHandle) {
     let limits = ModelLimits { slots, ..LIMITS };
     let options = HistoryOptions { limits, seed: SEED, pages, drafter: Drafter::Mixed, ..HistoryOptions::default() };
     let model = HistoryModel::new(options);
     let limits = EngineLimits { prefix_cache_bytes: bytes, ..EngineLimits::for_model(&model.limits()) };
-    spawn(model, limits, Arc::new(VirtualClock::new())).expect("these limits fit").0
+    Engine::new(model, limits, Arc::new(VirtualClock::new())).expect("these limits fit")
 }
 
 fn answers(engine: &EngineHandle, requests: Vec<Request>) -> Vec<(Vec<u32>, Finished)> {
-    let mut replies = engine.submit_all(requests).expect("these requests fit");
+    read(engine.submit_all(requests).expect("these requests fit"))
+}
+
+fn read(mut replies: Vec<Reply>) -> Vec<(Vec<u32>, Finished)> {
     let mut batch = Batch::default();
     let whole = |reply: &mut tf_engine::Reply| {
         let mut tokens = Vec::new();
@@ -122,7 +132,7 @@ fn a_cancelled_prompt_leaves_its_rows() {
 
 #[test]
 fn prompts_at_once_compute_their_common_prefix_once() {
-    let engine = engine(4, None, 1 << 30);
+    let (engine, handle) = waiting_engine(4, None, 1 << 30);
     let requests: Vec<Request> = (0..4)
         .map(|tail| {
             let mut prompt = text(9, 400);
@@ -131,13 +141,18 @@ fn prompts_at_once_compute_their_common_prefix_once() {
         })
         .chain([Request::greedy(&text(9, 300), 5)])
         .collect();
-    let replies = answers(&engine, requests.clone());
+    let replies = handle.submit_all(requests.clone()).expect("these requests fit");
+    std::thread::spawn(move || engine.run());
+    let replies = read(replies);
     for (index, ((tokens, finished), request)) in replies.iter().zip(&requests).enumerate() {
         assert_eq!(*tokens, plain_reply(SEED, LIMITS.vocab_size, request).0.tokens);
         assert!(index == 0 || index == 4 || finished.stats.cached_tokens >= 400, "{index}: {:?}", finished.stats);
     }
     // Choices of one prompt.
-    let replies = answers(&engine, vec![Request::greedy(&text(11, 200), 10); 4]);
+    let (engine, handle) = waiting_engine(4, None, 1 << 30);
+    let replies = handle.submit_all(vec![Request::greedy(&text(11, 200), 10); 4]).expect("these requests fit");
+    std::thread::spawn(move || engine.run());
+    let replies = read(replies);
     let cached: Vec<u32> = replies.iter().map(|(_, finished)| finished.stats.cached_tokens).collect();
     assert_eq!(cached, [0, 199, 199, 199]);
 }

@@ -35,6 +35,12 @@ fn every_reply_is_what_it_is_alone() {
         ("kept prefixes that were let go", total.evictions),
         ("waits for pages", total.page_waits),
         ("requests that ended for want of pages", total.out_of_memory),
+        ("restarts", total.restarts),
+        ("files that were written", total.disk_writes),
+        ("prompts resumed from files", total.disk_hits),
+        ("files that were let go", total.disk_evictions),
+        ("files that the disk didn't take", total.disk_failures),
+        ("files that were refused", total.disk_refusals),
     ];
     for (name, count) in exercised {
         assert!(count > 100, "{SCHEDULES} schedules exercised only {count} {name}");
@@ -50,9 +56,9 @@ fn is_noticed(seed: u64, fault: CacheFault) -> bool {
 fn every_planted_defect_of_the_cache_is_noticed() {
     let report = std::panic::take_hook();
     std::panic::set_hook(Box::new(|_| {}));
-    let missed = CacheFault::ALL.into_iter().find(|&fault| !(0..1000).any(|seed| is_noticed(seed, fault)));
+    let missed = CacheFault::ALL.into_iter().find(|&fault| !(0..4000).any(|seed| is_noticed(seed, fault)));
     std::panic::set_hook(report);
-    assert_eq!(missed, None, "1000 schedules didn't notice it");
+    assert_eq!(missed, None, "4000 schedules didn't notice it");
 }
 
 #[test]

@@ -66,24 +66,24 @@ pub fn expand(name: &str, source: &str, includes: &[(&str, &str)]) -> Result<Str
     Ok(text)
 }
 
-pub(crate) struct Token<'a> {
-    pub text: &'a str,
-    pub line: usize,
+struct Token<'a> {
+    text: &'a str,
+    line: usize,
 }
 
 impl Token<'_> {
-    pub fn is_space(&self) -> bool {
+    fn is_space(&self) -> bool {
         self.text.starts_with(char::is_whitespace)
             || self.text.starts_with("//")
             || self.text.starts_with("/*")
             || self.text.starts_with('#')
     }
-    pub fn is_word(&self) -> bool {
+    fn is_word(&self) -> bool {
         self.text.starts_with(|c: char| c.is_alphabetic() || c == '_')
     }
 }
 
-pub(crate) fn tokens(source: &str) -> Vec<Token<'_>> {
+fn tokens(source: &str) -> Vec<Token<'_>> {
     let (mut list, mut rest, mut line) = (Vec::new(), source, 1);
     while let Some(first) = rest.chars().next() {
         let end_of_line = rest.find('\n').unwrap_or(rest.len());

@@ -8,6 +8,7 @@ use std::fmt::Write;
 use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
+use tf_engine::disk::{DiskStats, Refusal};
 use tf_engine::{EngineHandle, EngineStats, FinishReason, Lifecycle, ReplyStats};
 
 use crate::config::ServerConfig;
@@ -320,6 +321,26 @@ fn engine_table(stats: &EngineStats) -> [(&'static str, &'static str, &'static s
     ]
 }
 
+/// The disk tier: how much is there, what it gave, and what it refused.
+fn disk_figures(page: &mut Page, disk: &DiskStats) {
+    let table = [
+        ("disk_cache_files", "gauge", "Prefixes on disk.", disk.files),
+        ("disk_cache_bytes", "gauge", "What they take.", disk.bytes),
+        ("disk_cache_hits_total", "counter", "Prompts that resumed from a file.", disk.hits),
+        ("disk_cache_loads_total", "counter", "Prefixes that were read.", disk.loads),
+        ("disk_cache_writes_total", "counter", "Prefixes that were written.", disk.writes),
+        ("disk_cache_write_failures_total", "counter", "Prefixes that the disk didn't take.", disk.write_failures),
+        ("disk_cache_evictions_total", "counter", "Files that were let go for others.", disk.evictions),
+    ];
+    for (name, kind, help, value) in table {
+        page.figure(name, "", kind, help, &[(&[], value as f64)]);
+    }
+    let labels = Refusal::ALL.map(|reason| [("reason", reason.name())]);
+    let samples: Vec<(&[(&str, &str)], f64)> =
+        labels.iter().zip(disk.refused).map(|(label, count)| (&label[..], count as f64)).collect();
+    page.figure("disk_cache_refused_total", "", "counter", "Files that were not used.", &samples);
+}
+
 fn engine_figures(page: &mut Page, stats: &EngineStats, engine: &EngineHandle) {
     let per_position: Vec<(String, f64)> = stats
         .accepted_per_position
@@ -342,6 +363,7 @@ fn engine_figures(page: &mut Page, stats: &EngineStats, engine: &EngineHandle) {
         "Accepted drafts by their place in the window.",
         &samples,
     );
+    disk_figures(page, &stats.disk);
     if let Some(last_round) = stats.last_round {
         let age = engine.now().since(last_round).as_secs_f64();
         page.figure("last_step_age_seconds", "", "gauge", "Since the last round ended.", &[(&[], age)]);

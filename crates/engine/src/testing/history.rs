@@ -5,14 +5,15 @@
 //! test of that law can prove that it would notice.
 
 use std::collections::{HashSet, VecDeque};
+use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use tf_text::TokenId;
 
 use crate::clock::VirtualClock;
+use crate::model::{DecodeError, PageCounts, SlotIndex, Window};
 use crate::model::{DraftRequest, Drafts, Drawn, DrawnRow, ForwardError, Model, ModelLimits, RoundPlan, SequenceView};
-use crate::model::{PageCounts, SlotIndex, Window};
 use crate::request::{Position, Sampling};
 use crate::testing::random::mix;
 
@@ -121,8 +122,12 @@ struct Page {
 
 impl Drop for Page {
     fn drop(&mut self) {
-        self.free.lock().unwrap_or_else(PoisonError::into_inner).push(self.index);
+        lock(&self.free).push(self.index);
     }
+}
+
+fn lock<T>(shared: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
+    shared.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Whether windows that need rows from `prompt_end - HALO` on may follow `length` positions.
@@ -143,12 +148,13 @@ struct Slot {
     script: Option<Vec<TokenId>>,
 }
 
-/// The state of a slot at its kept length.
+/// The state of a slot at its kept length. The hashes are what a page's contents stand for.
 #[derive(Clone, Debug)]
 pub struct HistorySnapshot {
     pages: Vec<Arc<Page>>,
     held_from: Position,
-    hashes: Vec<u64>,
+    length: Position,
+    hashes: Arc<Mutex<Vec<u64>>>,
     script: Option<Vec<TokenId>>,
 }
 
@@ -241,7 +247,7 @@ impl HistoryModel {
     }
 
     fn take_page(&self) -> Option<Arc<Page>> {
-        let index = self.free.lock().unwrap_or_else(PoisonError::into_inner).pop()?;
+        let index = lock(&self.free).pop()?;
         Some(Arc::new(Page { index, free: self.free.clone() }))
     }
 
@@ -460,7 +466,13 @@ impl Model for HistoryModel {
             hashes[last] = 0;
         }
         let pages = slot.pages[..position.div_ceil(PAGE_POSITIONS) as usize].to_vec();
-        HistorySnapshot { pages, held_from: slot.held_from.min(position), hashes, script: slot.script.clone() }
+        HistorySnapshot {
+            pages,
+            held_from: slot.held_from.min(position),
+            length: position,
+            hashes: Arc::new(Mutex::new(hashes)),
+            script: slot.script.clone(),
+        }
     }
 
     fn snapshot_reach(&self) -> u32 {
@@ -468,7 +480,7 @@ impl Model for HistoryModel {
     }
 
     fn can_resume(&self, snapshot: &HistorySnapshot, prompt_end: Position) -> bool {
-        can_follow(snapshot.held_from, snapshot.hashes.len() as Position, prompt_end)
+        can_follow(snapshot.held_from, snapshot.length, prompt_end)
     }
 
     fn can_continue(&self, slot: SlotIndex, prompt_end: Position) -> bool {
@@ -485,7 +497,7 @@ impl Model for HistoryModel {
     }
 
     fn pages(&self) -> PageCounts {
-        let free = self.free.lock().unwrap_or_else(PoisonError::into_inner).len() as u32;
+        let free = lock(&self.free).len() as u32;
         PageCounts { total: self.page_count, free, positions: PAGE_POSITIONS, bytes: PAGE_BYTES }
     }
 
@@ -495,13 +507,72 @@ impl Model for HistoryModel {
         pages.filter(|&page| slot.pages.get(page).is_none_or(|held| Arc::strong_count(held) > 1)).count() as u32
     }
 
+    fn encode(&mut self, snapshot: &HistorySnapshot, bytes: &mut Vec<u8>) {
+        bytes.extend(snapshot.held_from.to_le_bytes());
+        bytes.extend(snapshot.length.to_le_bytes());
+        let script = snapshot.script.iter().flatten();
+        bytes.push(u8::from(snapshot.script.is_some()));
+        bytes.extend(script.flat_map(|token| token.to_le_bytes()));
+    }
+
+    fn read_pages(&mut self, snapshot: &HistorySnapshot, pages: Range<u32>, bytes: &mut Vec<u8>) -> bool {
+        for page in pages {
+            let first = bytes.len();
+            let hashes = lock(&snapshot.hashes);
+            let of_page = hashes.iter().skip((page * PAGE_POSITIONS) as usize).take(PAGE_POSITIONS as usize);
+            bytes.extend(of_page.flat_map(|hash| hash.to_le_bytes()));
+            bytes.resize(first + PAGE_BYTES as usize, 0);
+        }
+        true
+    }
+
+    fn decode(&mut self, bytes: &[u8], base: Option<(&HistorySnapshot, u32)>) -> Result<HistorySnapshot, DecodeError> {
+        let number = |at: usize| Some(u32::from_le_bytes(bytes.get(at..at + 4)?.try_into().ok()?));
+        let (Some(held_from), Some(length), Some(&has_script)) = (number(0), number(4), bytes.get(8)) else {
+            return Err(DecodeError::Malformed);
+        };
+        if length > self.options.limits.context {
+            return Err(DecodeError::Malformed);
+        }
+        let script = (has_script == 1).then(|| (9..bytes.len()).step_by(4).filter_map(number).collect());
+        let mut pages = Vec::new();
+        let mut hashes = vec![0; length as usize];
+        if let Some((base, count)) = base {
+            let shared = (count * PAGE_POSITIONS).min(length) as usize;
+            pages.extend_from_slice(&base.pages[..count as usize]);
+            hashes[..shared].copy_from_slice(&lock(&base.hashes)[..shared]);
+        }
+        for _ in pages.len() as u32..length.div_ceil(PAGE_POSITIONS) {
+            pages.push(self.take_page().ok_or(DecodeError::Pages)?);
+        }
+        Ok(HistorySnapshot { pages, held_from, length, hashes: Arc::new(Mutex::new(hashes)), script })
+    }
+
+    fn write_pages(&mut self, snapshot: &HistorySnapshot, first: u32, bytes: &[u8]) -> bool {
+        let end = first as usize + bytes.len() / PAGE_BYTES as usize;
+        let own = snapshot.pages.get(first as usize..end);
+        if !own.is_some_and(|own| own.iter().all(|page| Arc::strong_count(page) == 1)) {
+            return false;
+        }
+        let mut hashes = lock(&snapshot.hashes);
+        for (page, content) in (first..).zip(bytes.chunks_exact(PAGE_BYTES as usize)) {
+            let start = (page * PAGE_POSITIONS) as usize;
+            for (index, hash) in content.as_chunks().0.iter().enumerate().take(PAGE_POSITIONS as usize) {
+                if let Some(place) = hashes.get_mut(start + index) {
+                    *place = u64::from_le_bytes(*hash);
+                }
+            }
+        }
+        true
+    }
+
     fn restore(&mut self, slot: SlotIndex, snapshot: &HistorySnapshot) {
         let slot = &mut self.slots[slot.0 as usize];
         assert!(slot.length == 0, "a snapshot is restored into a slot that holds something");
         slot.pages.clone_from(&snapshot.pages);
         slot.held_from = snapshot.held_from;
-        slot.hashes.clone_from(&snapshot.hashes);
-        slot.length = snapshot.hashes.len();
+        slot.hashes.clone_from(&lock(&snapshot.hashes));
+        slot.length = snapshot.length as usize;
         slot.script.clone_from(&snapshot.script);
     }
 

@@ -1,6 +1,7 @@
 //! A model without mathematics, a seeded simulator and the laws they check: what the engine's own tests, and those of the
 //! crates above it, stand on. Nothing here is fast or clever; it is small enough to be believed.
 
+pub mod disk;
 pub mod history;
 pub mod random;
 pub mod simulate;

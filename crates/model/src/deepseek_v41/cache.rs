@@ -194,6 +194,11 @@ impl Cache {
         self.pool.free_count()
     }
 
+    /// A page that nobody holds, or `None` when all are held.
+    pub(super) fn take_page(&self) -> Option<PageRef> {
+        self.pool.take()
+    }
+
     pub fn length(&self, slot: u32) -> Position {
         self.slots[slot as usize].length
     }

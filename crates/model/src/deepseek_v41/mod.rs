@@ -18,6 +18,7 @@ pub mod rows;
 mod scratch;
 pub mod shape;
 pub mod snapshot;
+mod snapshot_file;
 pub mod weights;
 
 pub use draw::DrawError;

@@ -5,8 +5,8 @@ use std::ops::Range;
 
 use tf_device::{Device, LaunchError, Queue};
 use tf_engine::model::{
-    DraftRequest, Drafts, Drawn, ForwardError, Model, ModelLimits, PageCounts, RoundPlan, SequenceView, SlotIndex,
-    Window,
+    DecodeError, DraftRequest, Drafts, Drawn, ForwardError, Model, ModelLimits, PageCounts, RoundPlan, SequenceView,
+    SlotIndex, Window,
 };
 use tf_engine::request::Position;
 use tf_kernels::rows::{EntryInfo, WindowInfo};
@@ -24,6 +24,7 @@ use super::rows::{Depth, RoundRows, WindowRows};
 use super::scratch::Scratch;
 use super::shape::Shape;
 use super::snapshot::{self, Snapshot};
+use super::snapshot_file;
 
 /// What a model is loaded for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -497,7 +498,7 @@ impl Model for DeepseekV41 {
         let taken = snapshot::take(&self.cache, &mut self.queue, slot.0, position, tail, self.options.fault);
         taken.unwrap_or_else(|error| {
             self.failure = Some(error);
-            Snapshot::lost(position)
+            Snapshot::lost(position, self.cache.layout())
         })
     }
 
@@ -534,6 +535,27 @@ impl Model for DeepseekV41 {
 
     fn pages_needed(&self, slot: SlotIndex, end: Position) -> u32 {
         self.cache.pages_needed(slot.0, end)
+    }
+
+    fn encode(&mut self, snapshot: &Snapshot, bytes: &mut Vec<u8>) {
+        snapshot_file::encode(snapshot, bytes);
+    }
+
+    fn read_pages(&mut self, snapshot: &Snapshot, pages: Range<u32>, bytes: &mut Vec<u8>) -> bool {
+        let read = snapshot_file::read_pages(&self.cache, &mut self.queue, snapshot, pages, bytes);
+        read.map_err(|error| self.failure = Some(error)).is_ok()
+    }
+
+    fn decode(&mut self, bytes: &[u8], base: Option<(&Snapshot, u32)>) -> Result<Snapshot, DecodeError> {
+        snapshot_file::decode(&self.cache, self.shape.vocab_size, self.shape.engram_max_ngram_size - 1, bytes, base)
+    }
+
+    fn write_pages(&mut self, snapshot: &Snapshot, first: u32, bytes: &[u8]) -> bool {
+        let written = snapshot_file::write_pages(&mut self.cache, &mut self.queue, snapshot, first, bytes);
+        written.unwrap_or_else(|error| {
+            self.failure = Some(error);
+            false
+        })
     }
 
     fn restore(&mut self, slot: SlotIndex, snapshot: &Snapshot) {

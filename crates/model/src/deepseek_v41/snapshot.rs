@@ -13,32 +13,32 @@ use std::sync::Arc;
 use tf_device::{Buffer, Element, LaunchError, Queue};
 use tf_engine::request::Position;
 
-use super::cache::Cache;
+use super::cache::{Cache, CacheLayout};
 use super::fault::Fault;
 use super::pages::{PAGE_POSITIONS, PageRef};
 
 /// A sequence's state at [`Snapshot::position`]. Cheap to clone, and may be dropped on any thread.
 #[derive(Clone, Debug)]
 pub struct Snapshot {
-    data: Arc<Data>,
+    pub(super) data: Arc<Data>,
 }
 
 #[derive(Debug)]
-struct Data {
-    position: Position,
-    tail: Vec<u32>,
-    pages: Vec<PageRef>,
-    held_from: Vec<Position>,
-    /// Ring records of the positions before `position`, ring after ring; the draft rings come last.
-    rings: Vec<u8>,
+pub(super) struct Data {
+    pub position: Position,
+    pub tail: Vec<u32>,
+    pub pages: Vec<PageRef>,
+    pub held_from: Vec<Position>,
+    /// Ring records of the positions of [`ring_rows`], ring after ring; the draft rings come last.
+    pub rings: Vec<u8>,
     /// The pair row of `position - 1`, source after source; empty where `position` is even.
-    pairs: Vec<f32>,
+    pub pairs: Vec<f32>,
 }
 
 impl Snapshot {
     /// Stands for a state that a failed device did not give; its model runs no further round.
-    pub(super) fn lost(position: Position) -> Snapshot {
-        let (tail, pages, held_from) = (Vec::new(), Vec::new(), Vec::new());
+    pub(super) fn lost(position: Position, layout: &CacheLayout) -> Snapshot {
+        let (tail, pages, held_from) = (Vec::new(), Vec::new(), vec![Position::MAX; layout.layer_count + 1]);
         Snapshot { data: Arc::new(Data { position, tail, pages, held_from, rings: Vec::new(), pairs: Vec::new() }) }
     }
 
@@ -68,9 +68,17 @@ impl Snapshot {
     }
 }
 
-/// Positions whose ring records a snapshot at `position` holds.
-fn kept_rows(position: Position, count: u32) -> Range<Position> {
-    position.saturating_sub(count)..position
+/// Positions whose records a snapshot at `position` holds of each ring: the window before it as far as the layer computed
+/// it. Of layers that skipped these rows there is nothing, so a snapshot inside a prompt is small.
+pub(super) fn ring_rows<'a>(
+    layout: &'a CacheLayout,
+    position: Position,
+    held_from: &'a [Position],
+) -> impl Iterator<Item = Range<Position>> + use<'a> {
+    let rows = move |count: u32, held: Position| position.saturating_sub(count).max(held.min(position))..position;
+    let windows = held_from[..layout.layer_count].iter().map(move |held| rows(layout.window - 1, *held));
+    let drafts = std::iter::repeat_n(rows(layout.window, held_from[layout.layer_count]), layout.draft_count);
+    windows.chain(drafts)
 }
 
 /// Runs of the ring records of `rows`, in their order: byte ranges in any window or draft ring.
@@ -98,19 +106,16 @@ pub(super) fn take(
     fault: Fault,
 ) -> Result<Snapshot, LaunchError> {
     let layout = cache.layout();
-    let window = kept_rows(position, layout.window - 1);
-    let draft = kept_rows(position, layout.window);
+    // Where a skip ended beyond the snapshot, what follows the snapshot is computed.
+    let held_from: Vec<Position> = cache.held_from(slot).iter().map(|held| position.min(*held)).collect();
     let mut rings = Vec::new();
-    for (buffers, rows) in [(&cache.windows, &window), (&cache.drafts, &draft)] {
-        let runs = ring_runs(cache, slot, rows);
-        for buffer in buffers {
-            let first = rings.len();
-            for run in &runs {
-                read_more(queue, buffer, run, &mut rings)?;
-            }
-            if fault == Fault::SnapshotShort && !rows.is_empty() {
-                rings[first..first + layout.window_record_bytes].fill(0);
-            }
+    for (buffer, rows) in cache.windows.iter().chain(&cache.drafts).zip(ring_rows(layout, position, &held_from)) {
+        let first = rings.len();
+        for run in &ring_runs(cache, slot, &rows) {
+            read_more(queue, buffer, run, &mut rings)?;
+        }
+        if fault == Fault::SnapshotShort && !rows.is_empty() {
+            rings[first..first + layout.window_record_bytes].fill(0);
         }
     }
     let mut pairs = Vec::new();
@@ -127,8 +132,7 @@ pub(super) fn take(
             position,
             tail: tokens[tokens.len().saturating_sub(tail)..].to_vec(),
             pages,
-            // Where a skip ended beyond the snapshot, what follows the snapshot is computed.
-            held_from: cache.held_from(slot).iter().map(|held| position.min(*held)).collect(),
+            held_from,
             rings,
             pairs,
         }),
@@ -153,22 +157,15 @@ fn read_more<T: Element + Default>(
 /// [`LaunchError::Device`] when the device fails.
 pub(super) fn restore(cache: &mut Cache, queue: &mut Queue, slot: u32, snapshot: &Snapshot) -> Result<(), LaunchError> {
     let data = &*snapshot.data;
-    let window = kept_rows(data.position, cache.layout().window - 1);
-    let draft = kept_rows(data.position, cache.layout().window);
-    let held: Vec<Position> = data
-        .held_from
-        .iter()
-        .enumerate()
-        .map(|(layer, held)| match layer < cache.layout().layer_count {
-            true => window.start.max(*held),
-            false => draft.start.max(*held),
-        })
-        .collect();
+    let rows: Vec<Range<Position>> = ring_rows(cache.layout(), data.position, &data.held_from).collect();
+    let runs: Vec<Vec<Range<usize>>> = rows.iter().map(|rows| ring_runs(cache, slot, rows)).collect();
+    let layers = cache.layout().layer_count;
+    // Without draft rings the last entry stands for nothing.
+    let drafts = rows.get(layers).map_or(data.position, |rows| rows.start);
+    let held: Vec<Position> = rows[..layers].iter().map(|rows| rows.start).chain([drafts]).collect();
     cache.adopt(slot, data.position, &data.tail, &data.pages, &held);
     let mut records = &data.rings[..];
-    let runs = [window, draft].map(|rows| ring_runs(cache, slot, &rows));
-    let rings = cache.windows.iter_mut().map(|ring| (ring, &runs[0]));
-    for (ring, runs) in rings.chain(cache.drafts.iter_mut().map(|ring| (ring, &runs[1]))) {
+    for (ring, runs) in cache.windows.iter_mut().chain(&mut cache.drafts).zip(&runs) {
         for run in runs {
             let (now, later) = records.split_at(run.len());
             queue.write(ring, run.start, now)?;

@@ -143,6 +143,7 @@ fn cache(all: &[tf_engine::ReplyStats], cached: u32) -> Value {
     let source = match used.source {
         CacheSource::None => "none",
         CacheSource::Ram => "ram",
+        CacheSource::Disk => "disk",
     };
     let mut block = json!({"matched": used.matched, "resumed": cached, "source": source});
     if let Some(reason) = used.reason {

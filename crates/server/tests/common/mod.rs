@@ -130,6 +130,26 @@ impl Model for Gated {
         self.model.pages_needed(slot, end)
     }
 
+    fn encode(&mut self, snapshot: &Self::Snapshot, bytes: &mut Vec<u8>) {
+        self.model.encode(snapshot, bytes);
+    }
+
+    fn read_pages(&mut self, snapshot: &Self::Snapshot, pages: std::ops::Range<u32>, bytes: &mut Vec<u8>) -> bool {
+        self.model.read_pages(snapshot, pages, bytes)
+    }
+
+    fn decode(
+        &mut self,
+        bytes: &[u8],
+        base: Option<(&Self::Snapshot, u32)>,
+    ) -> Result<Self::Snapshot, tf_engine::model::DecodeError> {
+        self.model.decode(bytes, base)
+    }
+
+    fn write_pages(&mut self, snapshot: &Self::Snapshot, first: u32, bytes: &[u8]) -> bool {
+        self.model.write_pages(snapshot, first, bytes)
+    }
+
     fn restore(&mut self, slot: SlotIndex, snapshot: &Self::Snapshot) {
         self.model.restore(slot, snapshot);
     }
