@@ -4,6 +4,7 @@
 //! The records lie beside their kernels (`tf_kernels::families`); this crate runs them. Knows no model and no scheduling.
 
 pub mod controls;
+pub mod families;
 pub mod gates;
 pub mod known;
 pub mod limits;

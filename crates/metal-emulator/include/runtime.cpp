@@ -278,6 +278,8 @@ extern "C" void *tf_threadgroup_argument(unsigned index) {
     return threadgroup_region(arguments[index], request->argument_bytes[index], name);
 }
 
+extern "C" void *tf_dynamic_memory() { return request->argument_bytes[0] ? tf_threadgroup_argument(0) : nullptr; }
+
 static bool parts_thread(uint64_t stamp, const Thread *me) {
     const uint64_t who = stamp & 0xffff;
     if (who == MANY) return true;

@@ -26,6 +26,8 @@ void *tf_buffer(unsigned index);
 // The array of one threadgroup; every thread gets the same.
 void *tf_threadgroup_array(unsigned id, size_t bytes, const char *name);
 void *tf_threadgroup_argument(unsigned index);
+// The first of them; null where the launch has none.
+void *tf_dynamic_memory();
 // All threads of the threadgroup meet here. Memory of the named kinds (1 device, 2 threadgroup) is ordered by it.
 void tf_meet_threadgroup(unsigned site, unsigned kinds);
 // All lanes of the SIMD group meet here; the count of lanes that exist.

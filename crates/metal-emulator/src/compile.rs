@@ -1,6 +1,7 @@
 //! Compiles a source into two libraries, plain and checked, and loads them.
 
-use crate::prepass::{self, Entry, Pass, PrepassError};
+use crate::cuda;
+use crate::prepass::{self, Entry, Pass, PrepassError, Translated};
 use libloading::Library;
 use std::collections::hash_map::DefaultHasher;
 use std::fs;
@@ -14,6 +15,7 @@ pub const COMPILER: &str = "clang++-19";
 pub const INSTALL: &str = "apt-get install -y clang-19";
 
 const STDLIB: &str = include_str!("../include/metal_stdlib");
+const CUDA_SHIM: &str = include_str!("../include/cuda_shim.h");
 const RUNTIME_HEADER: &str = include_str!("../include/runtime.h");
 const RUNTIME: &str = include_str!("../include/runtime.cpp");
 
@@ -80,8 +82,22 @@ impl Program {
         let expanded = prepass::expand(name, source, includes).map_err(prepass_error)?;
         let run = prepass::translate(&expanded, Pass::Run).map_err(prepass_error)?;
         let lint = prepass::translate(&expanded, Pass::Lint).map_err(prepass_error)?;
+        Program::of(name, run, Some(&lint.text), out)
+    }
+
+    /// As [`Program::build`], for a CUDA source without inline PTX; see [`cuda`].
+    ///
+    /// # Errors
+    /// See [`BuildError`].
+    pub fn build_cuda(name: &str, source: &str, includes: &[(&str, &str)], out: &Path) -> Result<Program, BuildError> {
+        let prepass_error = |error| BuildError::Prepass { name: name.into(), error };
+        let expanded = prepass::expand(name, source, includes).map_err(prepass_error)?;
+        Program::of(name, cuda::translate(&expanded).map_err(prepass_error)?, None, out)
+    }
+
+    fn of(name: &str, run: Translated, lint: Option<&str>, out: &Path) -> Result<Program, BuildError> {
         let mut hasher = DefaultHasher::new();
-        (&run.text, &lint.text, STDLIB, RUNTIME_HEADER, RUNTIME, FLAGS).hash(&mut hasher);
+        (&run.text, &lint, STDLIB, CUDA_SHIM, RUNTIME_HEADER, RUNTIME, FLAGS).hash(&mut hasher);
         let folder = out.join(format!("metal-{:016x}", hasher.finish()));
         let (plain, checked) = (folder.join("plain.so"), folder.join("checked.so"));
         if !checked.exists() {
@@ -91,7 +107,7 @@ impl Program {
             let mut hasher = DefaultHasher::new();
             (RUNTIME_HEADER, RUNTIME, FLAGS).hash(&mut hasher);
             let runtime = out.join(format!("metal-runtime-{:016x}.o", hasher.finish()));
-            compile(name, &folder, &runtime, &run.text, &lint.text, [&plain, &checked])?;
+            compile(name, &folder, &runtime, &run.text, lint, [&plain, &checked])?;
         }
         Ok(Program {
             entries: run.entries,
@@ -111,7 +127,7 @@ fn compile(
     folder: &Path,
     runtime: &Path,
     run: &str,
-    lint: &str,
+    lint: Option<&str>,
     libraries: [&Path; 2],
 ) -> Result<(), BuildError> {
     // A name of this process's own, so that two test programs may build the same source at once.
@@ -119,10 +135,11 @@ fn compile(
     fs::create_dir_all(&stage).map_err(|error| BuildError::File { path: stage.clone(), error })?;
     for (file, text) in [
         ("metal_stdlib", STDLIB),
+        ("cuda_shim.h", CUDA_SHIM),
         ("runtime.h", RUNTIME_HEADER),
         ("runtime.cpp", RUNTIME),
         ("run.cpp", run),
-        ("lint.cpp", lint),
+        ("lint.cpp", lint.unwrap_or_default()),
     ] {
         write(&stage.join(file), text)?;
     }
@@ -138,7 +155,10 @@ fn compile(
             text: String::from_utf8_lossy(&out.stderr).into_owned(),
         })
     };
-    let result = clang("the address-space check", &["-DMSL_LINT", "-fsyntax-only", "lint.cpp"])
+    // Address spaces are types in Metal; CUDA has none.
+    let checked = || clang("the address-space check", &["-DMSL_LINT", "-fsyntax-only", "lint.cpp"]);
+    let result = lint
+        .map_or(Ok(()), |_| checked())
         .and_then(|()| {
             // The same for every source.
             if !runtime.exists() {

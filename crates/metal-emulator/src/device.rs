@@ -1,16 +1,16 @@
-//! The emulator as a device: a whole model runs on it as on a Mac.
+//! The emulator as a device: a whole model runs on it as on a Mac, and the CUDA kernels that it can run as on their GPU.
 
-use crate::chips::CHIPS;
+use crate::chips::{CHIPS, Chip};
 use crate::compile::{BuildError, Program, compiler_found};
+use crate::cuda;
 use crate::run::{self, Order, RunError, SCHEDULES, Schedule};
 use std::collections::HashMap;
 use std::fmt;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, LazyLock, Mutex};
 use tf_device::gpu::{self, Argument, Backend, Block, Call, Driver, GpuDevice, GpuLimits, Span};
 use tf_device::{Device, LaunchError};
 
-const NAME: &str = "the emulated Metal device";
 /// Of every block, as on the device.
 const ALIGNMENT: usize = 256;
 
@@ -36,23 +36,50 @@ pub fn device() -> Result<Device, BuildError> {
 /// # Errors
 /// As [`device`].
 pub fn device_with(rigour: Rigour) -> Result<Device, BuildError> {
+    emulated(Backend::Metal, rigour)
+}
+
+/// A device that runs the families' `kernel.cu`, read from the sources beside this crate.
+///
+/// # Errors
+/// As [`device`].
+pub fn cuda_device(rigour: Rigour) -> Result<Device, BuildError> {
+    emulated(Backend::Cuda, rigour)
+}
+
+const fn chips(backend: Backend) -> &'static [Chip] {
+    match backend {
+        Backend::Metal => &CHIPS,
+        Backend::Cuda => &cuda::CHIPS,
+    }
+}
+
+const fn name(backend: Backend) -> &'static str {
+    match backend {
+        Backend::Metal => "the emulated Metal device",
+        Backend::Cuda => "the emulated CUDA device",
+    }
+}
+
+fn emulated(backend: Backend, rigour: Rigour) -> Result<Device, BuildError> {
     if !compiler_found() {
         return Err(BuildError::NoCompiler);
     }
-    let first = &CHIPS[0];
+    let chips = chips(backend);
     let limits = GpuLimits {
-        threads_max: CHIPS.iter().map(|chip| chip.threads_max).min().unwrap_or(first.threads_max),
-        shared_bytes_max: CHIPS.iter().map(|chip| chip.threadgroup_bytes_max as u32).min().unwrap_or(0),
-        buffers_max: CHIPS.iter().map(|chip| chip.buffers_max).min().unwrap_or(first.buffers_max),
+        threads_max: chips.iter().map(|chip| chip.threads_max).min().unwrap_or(0),
+        shared_bytes_max: chips.iter().map(|chip| chip.threadgroup_bytes_max as u32).min().unwrap_or(0),
+        buffers_max: chips.iter().map(|chip| chip.buffers_max).min().unwrap_or(0),
         units: 8,
         memory_bytes: 1 << 34,
         target: "emulated".into(),
     };
-    let driver = Emulated { limits, rigour, memory: Mutex::default() };
+    let driver = Emulated { backend, limits, rigour, memory: Mutex::default() };
     Ok(Device::Gpu(GpuDevice::new(Arc::new(driver))))
 }
 
 struct Emulated {
+    backend: Backend,
     limits: GpuLimits,
     rigour: Rigour,
     memory: Mutex<Memory>,
@@ -67,7 +94,7 @@ struct Memory {
 
 impl fmt::Debug for Emulated {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(NAME)
+        f.write_str(name(self.backend))
     }
 }
 
@@ -78,7 +105,7 @@ impl Emulated {
 }
 
 fn failed(text: impl fmt::Display) -> LaunchError {
-    LaunchError::Device { device: NAME.into(), text: text.to_string() }
+    LaunchError::Device { device: "the emulated device".into(), text: text.to_string() }
 }
 
 impl Memory {
@@ -99,11 +126,11 @@ impl Memory {
 
 impl Driver for Emulated {
     fn backend(&self) -> Backend {
-        Backend::Metal
+        self.backend
     }
 
     fn name(&self) -> &str {
-        NAME
+        name(self.backend)
     }
 
     fn limits(&self) -> &GpuLimits {
@@ -119,7 +146,7 @@ impl Driver for Emulated {
         let total = self.limits.memory_bytes;
         let free = total.saturating_sub(memory.bytes);
         if bytes as u64 > free {
-            return Err(LaunchError::DeviceMemory { device: NAME.into(), bytes, free, total });
+            return Err(LaunchError::DeviceMemory { device: name(self.backend).into(), bytes, free, total });
         }
         memory.next += 1;
         memory.bytes += bytes.next_multiple_of(ALIGNMENT) as u64;
@@ -135,14 +162,14 @@ impl Driver for Emulated {
     }
 
     fn launch(&self, call: &Call<'_>) -> Result<(), LaunchError> {
-        let program = program(call.program)?;
+        let program = program(call.program, self.backend)?;
         let mut memory = self.memory();
-        let outcome = run_call(&program, call, &mut memory, self.rigour);
+        let outcome = run_call(&program, call, &mut memory, self);
         match outcome? {
             Ok(_) => Ok(()),
             Err(RunError::NoKernel { .. }) => {
                 let (program, entry) = (call.program.name, call.entry);
-                Err(LaunchError::NoKernel { program, entry, backend: Backend::Metal })
+                Err(LaunchError::NoKernel { program, entry, backend: self.backend })
             }
             Err(error) => Err(failed(error)),
         }
@@ -185,7 +212,7 @@ fn run_call(
     program: &Program,
     call: &Call<'_>,
     memory: &mut Memory,
-    rigour: Rigour,
+    emulated: &Emulated,
 ) -> Result<Result<run::Report, RunError>, LaunchError> {
     let mut written = Vec::new();
     for argument in call.arguments {
@@ -223,8 +250,9 @@ fn run_call(
         threadgroup: if call.shared_bytes > 0 { vec![u64::from(call.shared_bytes)] } else { Vec::new() },
     };
     const ONCE: &[Schedule] = &[Schedule { order: Order::Forward, checked: false }];
-    let schedules = if rigour == Rigour::Once { ONCE } else { &SCHEDULES };
-    let outcome = if wrong.is_none() { program.run_on(&mut launch, &CHIPS, schedules) } else { Ok(NOTHING) };
+    let schedules = if emulated.rigour == Rigour::Once { ONCE } else { &SCHEDULES };
+    let outcome =
+        if wrong.is_none() { program.run_on(&mut launch, chips(emulated.backend), schedules) } else { Ok(NOTHING) };
     drop(launch);
     for (span, block) in written {
         memory.blocks.insert(span.block.0, block);
@@ -234,19 +262,33 @@ fn run_call(
 
 const NOTHING: run::Report = run::Report { threadgroup_bytes: 0, switches: 0 };
 
-type Programs = HashMap<usize, Result<Arc<Program>, String>>;
+type Programs = HashMap<(usize, Backend), Result<Arc<Program>, String>>;
 
 /// The compiled form of a source, made on first use.
-fn program(program: &'static gpu::Program) -> Result<Arc<Program>, LaunchError> {
+fn program(program: &'static gpu::Program, backend: Backend) -> Result<Arc<Program>, LaunchError> {
     static PROGRAMS: LazyLock<Mutex<Programs>> = LazyLock::new(Mutex::default);
     let mut programs = PROGRAMS.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     // A program is a static, so its address is its name; edited sources of the contract share the family's name.
-    let entry = programs.entry(std::ptr::from_ref(program) as usize).or_insert_with(|| {
-        let source = program.metal.ok_or_else(|| "there is no Metal source".to_string())?;
-        let built = Program::build(&format!("{}.metal", program.name), source, program.metal_includes, &folder());
-        built.map(Arc::new).map_err(|error| error.to_string())
+    let key = (std::ptr::from_ref(program) as usize, backend);
+    let entry = programs.entry(key).or_insert_with(|| match backend {
+        Backend::Metal => {
+            let source = program.metal.ok_or_else(|| "there is no Metal source".to_string())?;
+            let built = Program::build(&format!("{}.metal", program.name), source, program.metal_includes, &folder());
+            built.map(Arc::new).map_err(|error| error.to_string())
+        }
+        Backend::Cuda => build_cuda(program.name).map(Arc::new),
     });
     entry.clone().map_err(failed)
+}
+
+/// The family's `kernel.cu`: a program names only its set of cubins.
+fn build_cuda(family: &str) -> Result<Program, String> {
+    let kernels = Path::new(env!("CARGO_MANIFEST_DIR")).join("../kernels/src");
+    let read = |path: PathBuf| std::fs::read_to_string(&path).map_err(|error| format!("{}: {error}", path.display()));
+    let source = read(kernels.join(family).join("kernel.cu"))?;
+    let prelude = read(kernels.join("shared/prelude.cuh"))?;
+    let built = Program::build_cuda(&format!("{family}.cu"), &source, &[("prelude.cuh", &prelude)], &folder());
+    built.map_err(|error| error.to_string())
 }
 
 /// Where libraries are kept: beside the running program, which is a build folder for everything that may use this crate.

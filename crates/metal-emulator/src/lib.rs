@@ -6,14 +6,17 @@
 //! reads of uninitialised threadgroup memory, accesses out of bounds or misaligned, writes to read-only buffers, barriers
 //! and SIMD-group operations in divergent flow, launches beyond a chip's limits ([`chips`]), lost address spaces.
 //!
+//! CUDA sources without inline PTX run on the same fibers ([`cuda`]).
+//!
 //! No speed, registers or occupancy; float32 subnormals are kept, which a GPU may flush. Needs x86-64 Linux.
 
 pub mod chips;
 mod compile;
+pub mod cuda;
 mod device;
 pub mod prepass;
 mod run;
 
 pub use compile::{BuildError, COMPILER, INSTALL, Program, compiler_found};
-pub use device::{Rigour, device, device_with};
+pub use device::{Rigour, cuda_device, device, device_with};
 pub use run::{Argument, Launch, Order, Report, RunError, SCHEDULES, Schedule};

@@ -66,24 +66,24 @@ pub fn expand(name: &str, source: &str, includes: &[(&str, &str)]) -> Result<Str
     Ok(text)
 }
 
-struct Token<'a> {
-    text: &'a str,
-    line: usize,
+pub(crate) struct Token<'a> {
+    pub text: &'a str,
+    pub line: usize,
 }
 
 impl Token<'_> {
-    fn is_space(&self) -> bool {
+    pub fn is_space(&self) -> bool {
         self.text.starts_with(char::is_whitespace)
             || self.text.starts_with("//")
             || self.text.starts_with("/*")
             || self.text.starts_with('#')
     }
-    fn is_word(&self) -> bool {
+    pub fn is_word(&self) -> bool {
         self.text.starts_with(|c: char| c.is_alphabetic() || c == '_')
     }
 }
 
-fn tokens(source: &str) -> Vec<Token<'_>> {
+pub(crate) fn tokens(source: &str) -> Vec<Token<'_>> {
     let (mut list, mut rest, mut line) = (Vec::new(), source, 1);
     while let Some(first) = rest.chars().next() {
         let end_of_line = rest.find('\n').unwrap_or(rest.len());

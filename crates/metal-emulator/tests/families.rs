@@ -1,0 +1,45 @@
+//! Every family beside the linears through its registered launch: what the host code of a GPU binds and how it cuts the work,
+//! with the Metal and the CUDA sources on the emulated devices, against the CPU bit for bit.
+
+mod common;
+
+use std::collections::BTreeSet;
+use tf_contract::families::{Sizes, TINY, check};
+use tf_device::{Device, Queue};
+use tf_metal_emulator::{Rigour, cuda_device, device_with};
+
+fn hold(device: Device, sizes: Sizes, row_counts: &[usize]) {
+    let Device::Gpu(gpu) = &device else { panic!("the emulator is a GPU") };
+    let mut queue = Queue::gpu(gpu);
+    let (mut families, mut problems) = (BTreeSet::new(), Vec::new());
+    check(&device, &mut queue, sizes, row_counts, None, None, &mut |outcome| {
+        families.insert(outcome.family);
+        if outcome.differ > 0 || outcome.compared == 0 {
+            problems.push(outcome.to_string());
+        }
+    })
+    .unwrap();
+    assert!(problems.is_empty(), "{}", problems.join("\n"));
+    assert_eq!(families.len(), 20, "{families:?}");
+}
+
+#[test]
+fn emulated_metal_has_the_bits_of_the_cpu() {
+    if common::ready("emulated_metal_has_the_bits_of_the_cpu") {
+        hold(device_with(Rigour::Once).unwrap(), TINY, &[1, 2, 9]);
+    }
+}
+
+#[test]
+fn emulated_cuda_has_the_bits_of_the_cpu() {
+    if common::ready("emulated_cuda_has_the_bits_of_the_cpu") {
+        hold(cuda_device(Rigour::Proven).unwrap(), TINY, &[2, 9]);
+    }
+}
+
+#[test]
+fn emulated_cuda_has_the_bits_of_the_cpu_for_many_rows() {
+    if common::ready("emulated_cuda_has_the_bits_of_the_cpu_for_many_rows") {
+        hold(cuda_device(Rigour::Once).unwrap(), TINY, &[1, 40]);
+    }
+}
