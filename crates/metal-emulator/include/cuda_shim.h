@@ -4,6 +4,8 @@
 #pragma once
 #include "runtime.h"
 
+#define TF_EMULATED
+
 #define __device__
 #define __global__
 #define __forceinline__ inline __attribute__((always_inline))
@@ -109,3 +111,13 @@ __attribute__((no_sanitize("thread"), noinline)) inline unsigned atomicAdd(unsig
     *at = old + value;
     return old;
 }
+
+__attribute__((no_sanitize("thread"), noinline)) inline unsigned atomicExch(unsigned *at, unsigned value) {
+    msl::tf_check_atomic(at, 4);
+    const unsigned old = *at;
+    *at = value;
+    return old;
+}
+
+// Blocks run one after the other.
+__forceinline__ void __threadfence() {}

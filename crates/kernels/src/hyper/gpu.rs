@@ -5,12 +5,14 @@ use tf_device::gpu::{Backend, Binding, GpuQueue, Launch, Program, ShapeBytes};
 
 static PROGRAM: Program = program("hyper", Some(include_str!("kernel.metal")), true);
 
-/// Work items of `hyper_products` a row: pairs of outputs, and the sum of squares.
-const ITEMS: usize = 13;
-/// Rows that share the weights of a group on CUDA, and up to how many rows none do.
-const CUDA_ROWS: usize = 8;
-const CUDA_APART_MAX: usize = 4;
-const CUDA_THREADS: u32 = 256;
+/// Outputs of a row's mixes, and beside them its sum of squares.
+const ITEMS: usize = super::MIXES + 1;
+/// On CUDA up to this many rows have a group for each of their items; more share the weights.
+const APART_MAX: usize = 16;
+const SHARING_ROWS: usize = 8;
+const SHARING_BYTES: u32 = 68_608;
+const MIX_THREADS: u32 = 256;
+const ROW_THREADS: u32 = 512;
 
 /// The constants of a launch; each entry reads its own.
 #[derive(Default)]
@@ -33,36 +35,40 @@ impl Sizes {
 }
 
 pub(super) fn run_enter(queue: &mut GpuQueue, args: EnterArgs<'_>) -> Result<(), LaunchError> {
-    let EnterArgs { y, streams, mix, post, comb, weights, norm, constants, rows, hidden, .. } = args;
-    let EnterArgs { normed, quantised, scratch, .. } = args;
+    let sizes = Sizes {
+        rows: args.rows,
+        hidden: args.hidden,
+        iterations: args.constants.iterations as usize,
+        outputs: usize::from(args.normed.is_some())
+            | usize::from(args.quantised.is_some()) << 1
+            | usize::from(args.y.is_some()) << 3,
+        hc_eps: args.constants.hc_eps,
+        norm_eps: args.constants.norm_eps,
+        ..Sizes::default()
+    };
+    match queue.backend() {
+        Backend::Metal => enter_metal(queue, args, &sizes.shape()),
+        Backend::Cuda => enter_cuda(queue, args, &sizes.shape()),
+    }
+}
+
+fn enter_metal(queue: &mut GpuQueue, args: EnterArgs<'_>, shape: &ShapeBytes) -> Result<(), LaunchError> {
+    let EnterArgs { y, streams, mix, post, comb, weights, norm, rows, hidden, normed, quantised, scratch, .. } = args;
     if let Some(y) = y {
         run_expand(queue, ExpandArgs { y, streams, post, comb, rows, hidden })?;
     }
-    let sizes = Sizes {
-        rows,
-        hidden,
-        iterations: constants.iterations as usize,
-        outputs: usize::from(normed.is_some()) | usize::from(quantised.is_some()) << 1,
-        hc_eps: constants.hc_eps,
-        norm_eps: constants.norm_eps,
-        ..Sizes::default()
-    };
-    let shape = sizes.shape();
-    let (entry, (groups, threads)) = match queue.backend() {
-        Backend::Metal => ("hyper_products", a_simd_group_each(rows * ITEMS)),
-        Backend::Cuda if rows <= CUDA_APART_MAX => ("hyper_products_one", (count(rows * ITEMS), CUDA_THREADS)),
-        Backend::Cuda => ("hyper_products", (count(rows.div_ceil(CUDA_ROWS) * ITEMS), CUDA_THREADS)),
-    };
+    // Two outputs a SIMD group, and the squares.
+    let (groups, threads) = a_simd_group_each(rows * (super::MIXES / 2 + 1));
     queue.launch(Launch {
         program: &PROGRAM,
-        entry,
+        entry: "hyper_products",
         bindings: &mut [Binding::Read(streams), Binding::Read(weights.function), Binding::Write(scratch)],
         shape: shape.bytes(),
         groups,
         threads,
         shared_bytes: 0,
     })?;
-    let (groups, threads, shared_bytes) = a_row(queue, rows, hidden);
+    let (groups, threads) = a_simd_group_each(rows);
     queue.launch(Launch {
         program: &PROGRAM,
         entry: "hyper_finish",
@@ -82,6 +88,56 @@ pub(super) fn run_enter(queue: &mut GpuQueue, args: EnterArgs<'_>) -> Result<(),
         shape: shape.bytes(),
         groups,
         threads,
+        shared_bytes: 0,
+    })
+}
+
+fn enter_cuda(queue: &mut GpuQueue, args: EnterArgs<'_>, shape: &ShapeBytes) -> Result<(), LaunchError> {
+    let EnterArgs { y, streams, mix, post, comb, weights, norm, rows, hidden, normed, quantised, scratch, .. } = args;
+    queue.launch(Launch {
+        program: &PROGRAM,
+        entry: "hyper_enter",
+        bindings: &mut [
+            y.map_or(Binding::Missing, Binding::Read),
+            Binding::Write(streams),
+            Binding::Read(mix),
+            Binding::Read(post),
+            Binding::Read(comb),
+            Binding::Read(norm),
+            optional(normed),
+            optional(quantised),
+            Binding::Write(scratch),
+        ],
+        shape: shape.bytes(),
+        groups: count(rows),
+        threads: ROW_THREADS,
+        shared_bytes: count(4 * hidden),
+    })?;
+    let mut bindings = vec![
+        Binding::Read(streams),
+        Binding::Write(mix),
+        Binding::Write(post),
+        Binding::Write(comb),
+        Binding::Read(weights.function),
+        Binding::Read(weights.base),
+        Binding::Read(weights.scale),
+    ];
+    // A row of weights and the four streams.
+    let apart_bytes = count(2 * 4 * hidden * 4);
+    let apart = rows <= APART_MAX && apart_bytes <= queue.limits().shared_bytes_max;
+    let (entry, groups, shared_bytes) = if apart {
+        bindings.push(Binding::Write(scratch));
+        ("hyper_mixes_one", count(rows * ITEMS), apart_bytes)
+    } else {
+        ("hyper_mixes", count(rows.div_ceil(SHARING_ROWS)), SHARING_BYTES)
+    };
+    queue.launch(Launch {
+        program: &PROGRAM,
+        entry,
+        bindings: &mut bindings,
+        shape: shape.bytes(),
+        groups,
+        threads: MIX_THREADS,
         shared_bytes,
     })
 }
@@ -104,7 +160,10 @@ pub(super) fn run_collapse(queue: &mut GpuQueue, args: CollapseArgs<'_>) -> Resu
     let CollapseArgs { streams, mix, norm, norm_eps, rows, hidden, collapsed, normed, quantised } = args;
     let outputs =
         usize::from(normed.is_some()) | usize::from(quantised.is_some()) << 1 | usize::from(collapsed.is_some()) << 2;
-    let (groups, threads, shared_bytes) = a_row(queue, rows, hidden);
+    let ((groups, threads), shared_bytes) = match queue.backend() {
+        Backend::Metal => (a_simd_group_each(rows), 0),
+        Backend::Cuda => ((count(rows), ROW_THREADS), count(4 * hidden)),
+    };
     queue.launch(Launch {
         program: &PROGRAM,
         entry: "hyper_collapse",
@@ -136,15 +195,4 @@ pub(super) fn run_tap(queue: &mut GpuQueue, args: TapArgs<'_>) -> Result<(), Lau
         threads,
         shared_bytes: 0,
     })
-}
-
-/// Groups, threads and memory of the launches that finish a row.
-fn a_row(queue: &GpuQueue, rows: usize, hidden: usize) -> (u32, u32, u32) {
-    match queue.backend() {
-        Backend::Metal => {
-            let (groups, threads) = a_simd_group_each(rows);
-            (groups, threads, 0)
-        }
-        Backend::Cuda => (count(rows), CUDA_THREADS, count(4 * hidden)),
-    }
 }

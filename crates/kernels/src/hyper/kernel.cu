@@ -1,107 +1,56 @@
 // hyper: the hyper-connections of four residual streams; formulas and roundings in mod.rs.
-// A sublayer enters by three launches: hyper_expand, hyper_products, hyper_finish; hyper_collapse ends a stack.
+// A sublayer enters by two launches: hyper_enter (expand, collapse, norm: a row's input), then hyper_mixes or hyper_mixes_one
+// (the next mixes), which nothing reads before the sublayer's end.
 //
 // streams [rows, 4, hidden] f32 in place   y [rows, hidden] f32   mix, post [rows, 4] f32   comb [rows, 4, 4] f32 (source,
 // target)   function [24, 4 hidden] f32   base [24]   scale [3]   norm [hidden]   scratch [rows, 32] f32
-// grid hyper_expand: a thread a column of a row, any block. hyper_products, hyper_products_one: 256 threads for 13 items of
-//      8 rows, or of one: two outputs of the rows, or their sums of squares. hyper_finish, hyper_collapse: 256 threads a
-//      row, dynamic shared memory: the row. hyper_tap: a warp a row, any block
+// grid hyper_enter, hyper_collapse: 512 threads a row, dynamic shared memory: the row. hyper_expand: a thread a column of a
+//      row, any block. hyper_mixes: 256 threads for 8 rows, dynamic shared memory: 68608 bytes. hyper_mixes_one: 256 threads
+//      for each of 25 items of a row, its outputs and its sum of squares, dynamic shared memory: a row of weights and the
+//      streams; the last to arrive (scratch holds their count) makes the mixes. hyper_tap: a warp a row, any block
 // sum  order::dot for the products (16 lanes an output), order::sum_squares for the squares, as on the CPU; the sums of four
 //      in index order
 // max  hidden is a multiple of 32
 #include "prelude.cuh"
 
 struct Shape {
-    u32 rows, hidden, iterations, outputs;  // outputs: bit 0 normed, bit 1 quantised, bit 2 collapsed
+    u32 rows, hidden, iterations, outputs;  // outputs: bit 0 normed, bit 1 quantised, bit 2 collapsed, bit 3 y is given
     float hc_eps, norm_eps;
     u32 out_columns, out_offset;
 };
 
-constexpr u32 THREADS = 256;
+constexpr u32 THREADS = 256, ROW_THREADS = 512, OUTPUTS = 24;
 
-extern "C" __global__ void __launch_bounds__(1024)
+// What a row's streams become: a column of each, times comb[i][j], plus post[j] times the sublayer's output.
+struct Expansion {
+    float comb[16], post[4];
+
+    __device__ __forceinline__ Expansion(const float* of_comb, const float* of_post) {
+#pragma unroll
+        for (u32 i = 0; i < 16; i++) comb[i] = of_comb[i];
+#pragma unroll
+        for (u32 i = 0; i < 4; i++) post[i] = of_post[i];
+    }
+
+    __device__ __forceinline__ float stream(u32 j, float x0, float x1, float x2, float x3, float out) const {
+        float sum = comb[j] * x0;
+        sum = sum + comb[4 + j] * x1;
+        sum = sum + comb[8 + j] * x2;
+        sum = sum + comb[12 + j] * x3;
+        return bf16_round(sum + post[j] * out);
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS)
 hyper_expand(const float* y, float* streams, const float* post, const float* comb, const Shape shape) {
     wait_for_inputs();
     const u32 item = blockIdx.x * blockDim.x + threadIdx.x, hidden = shape.hidden, row = item / hidden, c = item % hidden;
     if (row >= shape.rows) return;
+    const Expansion expansion(comb + row * 16, post + row * 4);
     float* x = streams + row * 4 * hidden + c;
     const float x0 = x[0], x1 = x[hidden], x2 = x[2 * hidden], x3 = x[3 * hidden], out = y[row * hidden + c];
 #pragma unroll
-    for (u32 j = 0; j < 4; j++) {
-        const float* weights = comb + row * 16 + j;
-        float sum = weights[0] * x0;
-        sum = sum + weights[4] * x1;
-        sum = sum + weights[8] * x2;
-        sum = sum + weights[12] * x3;
-        x[j * hidden] = bf16_round(sum + post[row * 4 + j] * out);
-    }
-}
-
-// Two outputs of ROWS rows: CHUNK columns of the weights and the rows are staged while the chunk before is added up.
-template <u32 ROWS, u32 CHUNK>
-__device__ __forceinline__ void products(const float* streams, const float* function, float* scratch, const Shape& shape) {
-    // The second output's weights start in the other half of the banks.
-    constexpr u32 STRIDE = CHUNK + 16, LINES = 2 + ROWS, QUADS = LINES * CHUNK / 4, EACH = (QUADS + THREADS - 1) / THREADS;
-    __shared__ float4 staged[2][LINES * STRIDE / 4];
-    const u32 thread = threadIdx.x, lane = thread % 32, warp = thread / 32, width = 4 * shape.hidden;
-    const u32 first_row = blockIdx.x / 13 * ROWS, pair = blockIdx.x % 13;
-    if (pair == 12) {
-        const u32 row = first_row + warp;
-        if (warp >= ROWS || row >= shape.rows) return;
-        const float* x = streams + row * width;
-        const float squares = sum_products(x, x, width, lane);
-        if (lane == 0) scratch[row * 32 + 24] = squares;
-        return;
-    }
-    float4 next[EACH];
-    const auto load = [&](u32 first) {
-#pragma unroll
-        for (u32 i = 0; i < EACH; i++) {
-            const u32 quad = i * THREADS + thread, line = quad / (CHUNK / 4), c = first + quad % (CHUNK / 4) * 4;
-            const u32 row = first_row + line - 2;
-            next[i].x = next[i].y = next[i].z = next[i].w = 0.0f;
-            if (quad >= QUADS || c >= width || (line >= 2 && row >= shape.rows)) continue;
-            const float* from = line < 2 ? function + (2 * pair + line) * width : streams + row * width;
-            next[i] = *(const float4*)(from + c);
-        }
-    };
-    const auto store = [&](u32 side) {
-#pragma unroll
-        for (u32 i = 0; i < EACH; i++) {
-            const u32 quad = i * THREADS + thread, line = quad / (CHUNK / 4);
-            if (quad < QUADS) staged[side][line * (STRIDE / 4) + quad % (CHUNK / 4)] = next[i];
-        }
-    };
-    float sum = 0.0f;
-    load(0);
-    store(0);
-    for (u32 first = 0, side = 0; first < width; first += CHUNK, side ^= 1) {
-        __syncthreads();
-        if (first + CHUNK < width) load(first + CHUNK);
-        if (warp < ROWS) {
-            const float* weight = (const float*)staged[side] + lane / 16 * STRIDE + lane % 16;
-            const float* x = (const float*)staged[side] + (2 + warp) * STRIDE + lane % 16;
-            const u32 end = min(CHUNK, width - first);
-#pragma unroll 16
-            for (u32 c = 0; c < end; c += 16) sum = fma_own(weight[c], x[c], sum);
-        }
-        if (first + CHUNK < width) store(side ^ 1);
-    }
-    sum = fold16(sum);
-    const u32 row = first_row + warp;
-    if (warp < ROWS && row < shape.rows && lane % 16 == 0) scratch[row * 32 + 2 * pair + lane / 16] = sum;
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-hyper_products(const float* streams, const float* function, float* scratch, const Shape shape) {
-    wait_for_inputs();
-    products<8, 512>(streams, function, scratch, shape);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-hyper_products_one(const float* streams, const float* function, float* scratch, const Shape shape) {
-    wait_for_inputs();
-    products<1, 1536>(streams, function, scratch, shape);
+    for (u32 j = 0; j < 4; j++) x[j * hidden] = expansion.stream(j, x0, x1, x2, x3, out);
 }
 
 // ((v0 + v1) + v2) + v3 over lanes base, base + step, ...
@@ -119,18 +68,19 @@ __device__ __forceinline__ float collapse_column(float x0, float x1, float x2, f
     return bf16_round(sum);
 }
 
-// The next mixes of a row, by one warp.
-__device__ __forceinline__ void mixes(float* mix, float* post, float* comb, const float* base, const float* scale,
-                                      const float* z, u32 row, u32 lane, const Shape& shape) {
-    const float z_factor = inverse_rms(z[24], 4 * shape.hidden, shape.norm_eps), eps = shape.hc_eps;
+// The next mixes of a row, by one warp whose lane l holds z[l]: 24 products, then the sum of squares.
+__device__ __forceinline__ void make_mixes(float z, float* mix, float* post, float* comb, const float* base,
+                                           const float* scale, u32 row, u32 lane, const Shape& shape) {
+    const float squares = __shfl_sync(WARP, z, OUTPUTS);
+    const float z_factor = inverse_rms(squares, 4 * shape.hidden, shape.norm_eps), eps = shape.hc_eps;
     const u32 at = lane % 16, row_base = (lane & 16) + (at & 12), column_base = (lane & 16) + (at & 3), out = lane % 8;
-    const float gate = (z[out] * z_factor) * scale[out / 4] + base[out];
+    const float gate = (__shfl_sync(WARP, z, out) * z_factor) * scale[out / 4] + base[out];
     const float opened = sigmoid_own(gate);
     if (lane < 4) mix[row * 4 + lane] = opened + eps;
     if (lane >= 4 && lane < 8) post[row * 4 + lane - 4] = 2.0f * opened;
 
     // Lanes 16..31 repeat lanes 0..15.
-    float value = (z[8 + at] * z_factor) * scale[2] + base[8 + at];
+    float value = (__shfl_sync(WARP, z, 8 + at) * z_factor) * scale[2] + base[8 + at];
     const float v0 = __shfl_sync(WARP, value, row_base), v1 = __shfl_sync(WARP, value, row_base + 1);
     const float v2 = __shfl_sync(WARP, value, row_base + 2), v3 = __shfl_sync(WARP, value, row_base + 3);
     value = exp_own(value - max_second(max_second(max_second(v0, v1), v2), v3));
@@ -143,30 +93,19 @@ __device__ __forceinline__ void mixes(float* mix, float* post, float* comb, cons
     if (lane < 16) comb[row * 16 + lane] = value;
 }
 
-// The collapsed row and its norm, by the first `writers` warps of a block; the others do `between`.
-template <class Between>
-__device__ __forceinline__ void collapse_row(const float* streams, const float* mix, const float* norm, float* normed,
-                                             float* quantised, float* collapsed, const Shape& shape, u32 writers,
-                                             Between between) {
-    extern __shared__ float collapsed_row[];
+// The norm of the collapsed row that lies in shared memory, by all threads.
+__device__ __forceinline__ void finish_row(const float* collapsed_row, const float* norm, float* normed, float* quantised,
+                                           float* collapsed, u32 row, const Shape& shape) {
     __shared__ float factor_of_row;
-    const u32 thread = threadIdx.x, lane = thread % 32, warp = thread / 32, row = blockIdx.x, hidden = shape.hidden;
-    const float* x = streams + row * 4 * hidden;
-    const float m[4] = {mix[row * 4], mix[row * 4 + 1], mix[row * 4 + 2], mix[row * 4 + 3]};
-#pragma unroll 4
-    for (u32 c = thread; c < hidden; c += blockDim.x) {
-        collapsed_row[c] = collapse_column(x[c], x[hidden + c], x[2 * hidden + c], x[3 * hidden + c], m);
-    }
+    const u32 thread = threadIdx.x, lane = thread % 32, hidden = shape.hidden;
     __syncthreads();
-    if (warp == 0) {
+    if (thread < 32) {
         const float factor = inverse_rms(sum_products(collapsed_row, collapsed_row, hidden, lane), hidden, shape.norm_eps);
         if (lane == 0) factor_of_row = factor;
     }
     __syncthreads();
-    // Every thread has read the old mix.
-    if (warp >= writers) return between();
     const float factor = factor_of_row;
-    for (u32 c = thread; c < hidden; c += 32 * writers) {
+    for (u32 c = thread; c < hidden; c += blockDim.x) {
         const float u = collapsed_row[c], value = bf16_round(norm[c] * (u * factor));
         if ((shape.outputs & 4) != 0) collapsed[row * hidden + c] = u;
         if ((shape.outputs & 1) != 0) normed[row * hidden + c] = value;
@@ -174,21 +113,232 @@ __device__ __forceinline__ void collapse_row(const float* streams, const float* 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(ROW_THREADS)
 hyper_collapse(const float* streams, const float* mix, const float* norm, float* normed, float* quantised, float* collapsed,
                const Shape shape) {
+    extern __shared__ float row_values[];
     wait_for_inputs();
-    collapse_row(streams, mix, norm, normed, quantised, collapsed, shape, blockDim.x / 32, [] {});
+    const u32 row = blockIdx.x, hidden = shape.hidden;
+    const float* x = streams + row * 4 * hidden;
+    const float m[4] = {mix[row * 4], mix[row * 4 + 1], mix[row * 4 + 2], mix[row * 4 + 3]};
+#pragma unroll 4
+    for (u32 c = threadIdx.x; c < hidden; c += blockDim.x) {
+        row_values[c] = collapse_column(x[c], x[hidden + c], x[2 * hidden + c], x[3 * hidden + c], m);
+    }
+    finish_row(row_values, norm, normed, quantised, collapsed, row, shape);
 }
 
-// The last warp makes the next mixes while the others write the row.
-extern "C" __global__ void __launch_bounds__(THREADS)
-hyper_finish(const float* streams, float* mix, float* post, float* comb, const float* base, const float* scale,
-             const float* norm, const float* scratch, float* normed, float* quantised, float* collapsed, const Shape shape) {
+// Expands the streams where y is given, collapses them with the mix of the sublayer before, and sets the row's count of
+// hyper_mixes_one back.
+extern "C" __global__ void __launch_bounds__(ROW_THREADS)
+hyper_enter(const float* y, float* streams, const float* mix, const float* post, const float* comb, const float* norm,
+            float* normed, float* quantised, u32* scratch, const Shape shape) {
+    extern __shared__ float4 row_quads[];
     wait_for_inputs();
-    collapse_row(streams, mix, norm, normed, quantised, collapsed, shape, blockDim.x / 32 - 1, [&] {
-        mixes(mix, post, comb, base, scale, scratch + blockIdx.x * 32, blockIdx.x, threadIdx.x % 32, shape);
-    });
+    const u32 row = blockIdx.x, hidden = shape.hidden, quads = hidden / 4;
+    float4* x = (float4*)(streams + row * 4 * hidden);
+    const float4* out = (const float4*)(y + row * hidden);
+    const float m[4] = {mix[row * 4], mix[row * 4 + 1], mix[row * 4 + 2], mix[row * 4 + 3]};
+    const bool expands = (shape.outputs & 8) != 0;
+    const Expansion expansion(comb + row * 16, post + row * 4);
+    for (u32 quad = threadIdx.x; quad < quads; quad += blockDim.x) {
+        float4 x0 = x[quad], x1 = x[quads + quad], x2 = x[2 * quads + quad], x3 = x[3 * quads + quad];
+        if (expands) {
+            const float4 o = out[quad];
+            float4 next[4];
+#pragma unroll
+            for (u32 j = 0; j < 4; j++) {
+                next[j].x = expansion.stream(j, x0.x, x1.x, x2.x, x3.x, o.x);
+                next[j].y = expansion.stream(j, x0.y, x1.y, x2.y, x3.y, o.y);
+                next[j].z = expansion.stream(j, x0.z, x1.z, x2.z, x3.z, o.z);
+                next[j].w = expansion.stream(j, x0.w, x1.w, x2.w, x3.w, o.w);
+                x[j * quads + quad] = next[j];
+            }
+            x0 = next[0], x1 = next[1], x2 = next[2], x3 = next[3];
+        }
+        float4 u;
+        u.x = collapse_column(x0.x, x1.x, x2.x, x3.x, m);
+        u.y = collapse_column(x0.y, x1.y, x2.y, x3.y, m);
+        u.z = collapse_column(x0.z, x1.z, x2.z, x3.z, m);
+        u.w = collapse_column(x0.w, x1.w, x2.w, x3.w, m);
+        row_quads[quad] = u;
+    }
+    if (threadIdx.x == 0) scratch[row * 32 + OUTPUTS + 1] = 0;
+    finish_row((const float*)row_quads, norm, normed, quantised, nullptr, row, shape);
+}
+
+// One chain of 16 lanes from `begin` to `end`; lanes 16..31 repeat lanes 0..15.
+__device__ __forceinline__ float add_products(float sum, const float* weight, const float* x, u32 begin, u32 end) {
+#pragma unroll 16
+    for (u32 c = begin; c < end; c += 16) sum = fma_own(weight[c], x[c], sum);
+    return sum;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+hyper_mixes_one(const float* streams, float* mix, float* post, float* comb, const float* function, const float* base,
+                const float* scale, u32* scratch, const Shape shape) {
+    extern __shared__ float4 staged[];
+    const u32 thread = threadIdx.x, lane = thread % 32, width = 4 * shape.hidden, quads = width / 4;
+    const u32 row = blockIdx.x / (OUTPUTS + 1), output = blockIdx.x % (OUTPUTS + 1);
+    float4* const staged_x = staged + quads;
+    // Weights do not depend on the launch before.
+    if (output < OUTPUTS) {
+        const float4* weight = (const float4*)(function + output * width);
+        for (u32 quad = thread; quad < quads; quad += THREADS) copy_async_16(staged + quad, weight + quad);
+    }
+    end_copy_group();
+    wait_for_inputs();
+    const float4* x = (const float4*)(streams + row * width);
+    // The streams come in four parts, so that the first may be added up while the others are on their way.
+    const u32 part = (quads / 4 + 3) / 4 * 4;
+#pragma unroll
+    for (u32 i = 0; i < 4; i++) {
+        for (u32 quad = i * part + thread; quad < min((i + 1) * part, quads); quad += THREADS) copy_async_16(staged_x + quad, x + quad);
+        end_copy_group();
+    }
+    const float* weights = (const float*)staged + lane % 16;
+    const float* values = (const float*)staged_x + lane % 16;
+    const bool adds = thread < 32 && output < OUTPUTS;
+    float sum = 0.0f;
+    wait_for_copy_groups<3>();
+    __syncthreads();
+    if (adds) sum = add_products(sum, weights, values, 0, min(4 * part, width));
+    wait_for_copy_groups<2>();
+    __syncthreads();
+    if (adds) sum = add_products(sum, weights, values, 4 * part, min(8 * part, width));
+    wait_for_copy_groups<1>();
+    __syncthreads();
+    if (adds) sum = add_products(sum, weights, values, 8 * part, min(12 * part, width));
+    wait_for_copy_groups<0>();
+    __syncthreads();
+    if (thread >= 32) return;
+    if (adds) sum = fold16(add_products(sum, weights, values, 12 * part, width));
+    if (output == OUTPUTS) sum = sum_products((const float*)staged_x, (const float*)staged_x, width, lane);
+
+    u32* const z = scratch + row * 32;
+    u32 arrived = 0;
+    if (lane == 0) {
+        atomicExch(z + output, to_bits(sum));
+        __threadfence();
+        arrived = atomicAdd(z + OUTPUTS + 1, 1u);
+    }
+    if (__shfl_sync(WARP, arrived, 0) != OUTPUTS) return;
+    // The last one: what the others wrote before they arrived is seen.
+    __threadfence();
+    const float value = lane <= OUTPUTS ? from_bits(atomicAdd(z + lane, 0u)) : 0.0f;
+    make_mixes(value, mix, post, comb, base, scale, row, lane, shape);
+}
+
+// All outputs of 8 rows. A chunk of columns lies in shared memory while the next is on its way: weights with their second half
+// of outputs shifted by half of the banks, streams as four rows side by side. Six warps have four outputs each, two of them in
+// each half of the lanes; the seventh has the sums of squares.
+extern "C" __global__ void __launch_bounds__(THREADS)
+hyper_mixes(const float* streams, float* mix, float* post, float* comb, const float* function, const float* base,
+            const float* scale, const Shape shape) {
+    constexpr u32 ROWS = 8, CHUNK = 256, STRIDE = CHUNK + 16;
+    constexpr u32 WEIGHT_QUADS = OUTPUTS * CHUNK / 4 / THREADS, SIDE = OUTPUTS * STRIDE / 4 + 2 * CHUNK;
+    extern __shared__ float4 staged[];
+    __shared__ float sums[ROWS][32];
+    const u32 thread = threadIdx.x, lane = thread % 32, warp = thread / 32, width = 4 * shape.hidden;
+    const u32 first_row = blockIdx.x * ROWS, rows = min(shape.rows - first_row, ROWS);
+    float4 next_weight[WEIGHT_QUADS], next_x[2];
+    const auto load_weights = [&](u32 first) {
+#pragma unroll
+        for (u32 i = 0; i < WEIGHT_QUADS; i++) {
+            const u32 quad = i * THREADS + thread, c = first + quad % (CHUNK / 4) * 4;
+            next_weight[i].x = next_weight[i].y = next_weight[i].z = next_weight[i].w = 0.0f;
+            if (c < width) next_weight[i] = *(const float4*)(function + quad / (CHUNK / 4) * width + c);
+        }
+    };
+    const auto load_x = [&](u32 first) {
+        const u32 c = first + thread;
+#pragma unroll
+        for (u32 i = 0; i < 2; i++) {
+            const float* x = streams + (first_row + 4 * i) * width + c;
+            const u32 here = c < width && rows > 4 * i ? rows - 4 * i : 0;
+            next_x[i].x = here > 0 ? x[0] : 0.0f;
+            next_x[i].y = here > 1 ? x[width] : 0.0f;
+            next_x[i].z = here > 2 ? x[2 * width] : 0.0f;
+            next_x[i].w = here > 3 ? x[3 * width] : 0.0f;
+        }
+    };
+    const auto store = [&](u32 side) {
+        float4* to = staged + side * SIDE;
+#pragma unroll
+        for (u32 i = 0; i < WEIGHT_QUADS; i++) {
+            const u32 quad = i * THREADS + thread;
+            to[quad / (CHUNK / 4) * (STRIDE / 4) + quad % (CHUNK / 4)] = next_weight[i];
+        }
+        to += OUTPUTS * STRIDE / 4 + thread;
+        to[0] = next_x[0];
+        to[CHUNK] = next_x[1];
+    };
+
+    // Of the outputs: two chains by eight rows. Of the squares: even and odd by eight rows.
+    float acc[2][ROWS];
+#pragma unroll
+    for (u32 r = 0; r < ROWS; r++) acc[0][r] = acc[1][r] = 0.0f;
+    load_weights(0);
+    wait_for_inputs();
+    load_x(0);
+    store(0);
+    for (u32 first = 0, side = 0; first < width; first += CHUNK, side ^= 1) {
+        __syncthreads();
+        if (first + CHUNK < width) load_weights(first + CHUNK), load_x(first + CHUNK);
+        const float* weight = (const float*)(staged + side * SIDE);
+        const float4* x = staged + side * SIDE + OUTPUTS * STRIDE / 4;
+        const u32 end = min(CHUNK, width - first);
+        const auto add = [&](float (&to)[ROWS], float factor, const float4& low, const float4& high) {
+            to[0] = fma_own(factor, low.x, to[0]);
+            to[1] = fma_own(factor, low.y, to[1]);
+            to[2] = fma_own(factor, low.z, to[2]);
+            to[3] = fma_own(factor, low.w, to[3]);
+            to[4] = fma_own(factor, high.x, to[4]);
+            to[5] = fma_own(factor, high.y, to[5]);
+            to[6] = fma_own(factor, high.z, to[6]);
+            to[7] = fma_own(factor, high.w, to[7]);
+        };
+        if (warp < 6) {
+            const float* own = weight + (4 * warp + lane / 16) * STRIDE + lane % 16;
+#pragma unroll 4
+            for (u32 c = 0; c < end; c += 16) {
+                const float4 low = x[c + lane % 16], high = x[CHUNK + c + lane % 16];
+                add(acc[0], own[c], low, high);
+                add(acc[1], own[2 * STRIDE + c], low, high);
+            }
+        } else if (warp == 6) {
+            const auto square = [&](float (&to)[ROWS], u32 c) {
+                const float4 low = x[c], high = x[CHUNK + c];
+                to[0] = fma_own(low.x, low.x, to[0]);
+                to[1] = fma_own(low.y, low.y, to[1]);
+                to[2] = fma_own(low.z, low.z, to[2]);
+                to[3] = fma_own(low.w, low.w, to[3]);
+                to[4] = fma_own(high.x, high.x, to[4]);
+                to[5] = fma_own(high.y, high.y, to[5]);
+                to[6] = fma_own(high.z, high.z, to[6]);
+                to[7] = fma_own(high.w, high.w, to[7]);
+            };
+            for (u32 c = lane; c < end; c += 64) {
+                square(acc[0], c);
+                if (c + 32 < end) square(acc[1], c + 32);
+            }
+        }
+        if (first + CHUNK < width) store(side ^ 1);
+    }
+#pragma unroll
+    for (u32 r = 0; r < ROWS; r++) {
+        if (warp < 6) {
+            const float first = fold16(acc[0][r]), second = fold16(acc[1][r]);
+            if (lane % 16 == 0) sums[r][4 * warp + lane / 16] = first, sums[r][4 * warp + 2 + lane / 16] = second;
+        } else if (warp == 6) {
+            const float squares = fold_four(acc[0][r], acc[1][r]);
+            if (lane == 0) sums[r][OUTPUTS] = squares;
+        }
+    }
+    __syncthreads();
+    if (warp >= rows) return;
+    const float z = lane <= OUTPUTS ? sums[warp][lane] : 0.0f;
+    make_mixes(z, mix, post, comb, base, scale, first_row + warp, lane, shape);
 }
 
 // out[r][out_offset + c] = bf16((((X0 + X1) + X2) + X3) * 0.25), with QDQ8 where bit 1 of outputs is set

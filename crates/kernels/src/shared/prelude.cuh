@@ -27,10 +27,34 @@ __device__ __forceinline__ float bf16_round(float value) {
     return from_bits((bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u);
 }
 
-// Until the launch before this one is complete and its writes are seen.
+// Until the launch before this one is complete and its writes are seen. Weights may be read before it, inputs may not.
 __device__ __forceinline__ void wait_for_inputs() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Sixteen bytes from global to shared memory, on their own way; then an end of the copies so far, and a wait until at most
+// PENDING groups are on their way.
+__device__ __forceinline__ void copy_async_16(float4* to, const float4* from) {
+#ifdef TF_EMULATED
+    *to = *from;
+#else
+    const u32 address = (u32)__cvta_generic_to_shared(to);
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" : : "r"(address), "l"(from) : "memory");
+#endif
+}
+
+__device__ __forceinline__ void end_copy_group() {
+#ifndef TF_EMULATED
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+template <int PENDING>
+__device__ __forceinline__ void wait_for_copy_groups() {
+#ifndef TF_EMULATED
+    asm volatile("cp.async.wait_group %0;" : : "n"(PENDING) : "memory");
 #endif
 }
 #endif
