@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use tf_engine::{Batch, EngineHandle, FinishReason, ReplyStats, Request, Sampling, WallClock};
 use tf_numerics::draw;
-use tf_server::SamplingDefaults;
+use tf_server::{ReasoningLimits, SamplingDefaults};
 use tf_text::TokenId;
 use tf_text::chat::{self, Marker};
 use tf_text::message::Message;
@@ -26,6 +26,7 @@ pub struct Asker {
     pub salt: Vec<u8>,
     pub max_tokens: Option<u32>,
     pub draft_max: Option<u32>,
+    pub reasoning: ReasoningLimits,
 }
 
 /// A whole reply.
@@ -57,6 +58,7 @@ impl Asker {
             salt: Vec::new(),
             max_tokens: None,
             draft_max: None,
+            reasoning: ReasoningLimits::default(),
         })
     }
 
@@ -81,6 +83,8 @@ impl Asker {
                 ids.len()
             )));
         }
+        let forcing = tf_server::forcing(&prompt, self.reasoning, &self.tokenizer);
+        let forcing = forcing.map_err(|error| failed(error.to_string()))?.map(Arc::new);
         let end = self.tokenizer.markers().id(Marker::EndOfSentence);
         let seed = self.seed.unwrap_or_else(|| draw::seed_from_prompt(&ids, &self.salt));
         let sampling = Sampling {
@@ -99,6 +103,7 @@ impl Asker {
                 end_ids: vec![end],
                 draft_max: self.draft_max,
                 snapshot_at: tf_server::conversation_positions(&ids, &self.tokenizer),
+                forcing,
                 ..Request::greedy(&ids, 0)
             })
             .map_err(|error| failed(error.to_string()))?;

@@ -196,7 +196,7 @@ impl Timed {
     }
 
     fn round(&mut self) {
-        let view = SequenceView { sampling: &self.sampling, prompt: &[], reply: &[] };
+        let view = SequenceView { sampling: &self.sampling, prompt: &[], reply: &[], given: &[] };
         if let Err(error) = self.model.forward(&self.plan, &[view], &mut self.drawn) {
             self.failure.get_or_insert(error.to_string());
         }

@@ -126,7 +126,6 @@ impl Checked {
             backend: "cpu".to_owned(),
             numerics: "release".to_owned(),
             fingerprint: self.fingerprint.clone(),
-            proposer: "draft_head".to_owned(),
             created,
             trained_context: self.shape.max_position_embeddings as u32,
             size_bytes: Some(self.checkpoint.shards().map(|(_, bytes)| bytes).sum()),

@@ -220,7 +220,7 @@ impl Job {
                 ("seed", job.seed.to_string()),
             ],
         };
-        for flag in ["draft", "prefix-cache"] {
+        for flag in ["draft", "draft-copy", "prefix-cache"] {
             // What another server does isn't known here.
             if let Some(setting) = arguments.setting(flag).filter(|_| arguments.text("url").is_none()) {
                 settings.push((flag, show(&setting.value)));

@@ -499,11 +499,10 @@ pub const OPTIONS: &[OptionSpec] = &[
     option("reasoning-effort", Kind::Effort, S::Reasoning, &[Command::Serve, Command::Run, Command::Render], DefaultValue::Is("high"),
         "minimal and low are 50, medium, high and xhigh 75, max and ultra 100; or a number from 1 to 100"),
     option("thinking-budget", count(0, 1 << 30), S::Reasoning, SERVE_RUN, OFF,
-        "most reasoning tokens")
-        .also(&[same("--reasoning-budget")]).later("reasoning budgets aren't built yet; --max-tokens limits the whole reply"),
+        "most reasoning tokens; then the reasoning is closed and the answer follows")
+        .also(&[same("--reasoning-budget")]),
     option("loop-guard", Kind::Switch, S::Reasoning, SERVE_RUN, OFF,
-        "ends an exact cycle in an open reasoning")
-        .later("the loop guard isn't built yet; --max-tokens limits the whole reply"),
+        "closes a reasoning that has been an exact cycle of at most 8 tokens for 256 tokens"),
     option("reasoning-field", choice(&["reasoning_content", "reasoning", "both"]), S::Reasoning, SERVE, DefaultValue::Is("reasoning_content"),
         "field of chat replies that holds the reasoning"),
 
@@ -511,8 +510,8 @@ pub const OPTIONS: &[OptionSpec] = &[
         "on adapts up to the draft block; N is at most N drafts a window").also(&[fixed("--no-drafts", "off")]),
     option("draft-confidence", number(0.0, 1.0), S::Drafting, DRAFTS, DefaultValue::Says("the draft head's own rule"),
         "a window stops below this running product"),
-    option("draft-copy", ON_OFF, S::Drafting, DRAFTS, OFF,
-        "copied continuations from the context as drafts").later("drafts come from the draft head only so far"),
+    option("draft-copy", ON_OFF, S::Drafting, DRAFTS, DefaultValue::Is("on"),
+        "copied continuations from the context as drafts"),
     option("speculative-config", Kind::Text, S::Drafting, DRAFTS, NONE, "drafting as JSON").later("use --draft N"),
     option("mtp-drafts", Kind::Text, S::Drafting, DRAFTS, NONE, "another name of --draft").later("use --draft N"),
     option("mtp-confidence", Kind::Text, S::Drafting, DRAFTS, NONE,

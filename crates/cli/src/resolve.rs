@@ -13,7 +13,7 @@ use tf_model::deepseek_v41::memory::MemoryPlan;
 use tf_model::deepseek_v41::pages::PAGE_POSITIONS;
 use tf_model::deepseek_v41::shape::Shape;
 use tf_numerics::lanes::Level;
-use tf_server::{ReasoningField, SamplingDefaults};
+use tf_server::{ReasoningField, ReasoningLimits, SamplingDefaults};
 use tf_text::chat::openai::{Defaults, parse_effort};
 
 use crate::arguments::{Arguments, Mistakes, Value};
@@ -219,6 +219,7 @@ pub fn engine_limits(arguments: &Arguments, model: &ModelLimits, loading: &Loadi
     }
     limits.draft.max = draft_max(arguments, model.draft_block);
     limits.draft.adaptive = !matches!(arguments.setting("draft").map(|setting| &setting.value), Some(Value::Count(_)));
+    limits.draft.copy = !matches!(flag_value(arguments, "draft-copy"), Some(Value::Text(text)) if text == "off");
     if let Some(confidence) = arguments.number("draft-confidence") {
         limits.draft.confidence_min = confidence as f32;
     }
@@ -242,6 +243,12 @@ pub fn engine_limits(arguments: &Arguments, model: &ModelLimits, loading: &Loadi
 
 fn chunk_text(arguments: &Arguments) -> Option<&str> {
     crate::options::find(arguments.command, "chunk").and_then(|_| arguments.text("chunk"))
+}
+
+/// What may end a reasoning from outside.
+pub fn reasoning_limits(arguments: &Arguments) -> ReasoningLimits {
+    let budget = arguments.count("thinking-budget").map(|tokens| tokens.try_into().unwrap_or(u32::MAX));
+    ReasoningLimits { budget, loop_guard: arguments.is_on("loop-guard") }
 }
 
 /// A number of seconds.
@@ -413,6 +420,8 @@ mod tests {
         assert_eq!(limits("serve --no-drafts").draft.max, 0);
         assert_eq!((limits("serve --draft 3").draft.max, limits("serve --draft 3").draft.adaptive), (3, false));
         assert_eq!(limits("serve --draft 9").draft.max, 5);
+        assert!(default.draft.head && default.draft.copy);
+        assert!(!limits("serve --draft-copy off").draft.copy);
         assert_eq!(limits("serve --decode-gap-ms 0").decode_gap, None);
         assert_eq!(limits("serve --queue-timeout 1.5").queue_timeout, Duration::from_millis(1500));
         assert_eq!(limits("serve --chunk 7").prompt_chunk, 7);

@@ -67,6 +67,7 @@ pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failu
     asker.sampling = resolve::sampling(arguments, &checked.generation);
     asker.seed = arguments.integer("seed").map(|seed| seed as u64);
     asker.salt = arguments.text("seed-salt").unwrap_or_default().as_bytes().to_vec();
+    asker.reasoning = resolve::reasoning_limits(arguments);
     asker.max_tokens = arguments.count("max-tokens").map(|count| count as u32);
     let mut chat = Chat {
         asker,

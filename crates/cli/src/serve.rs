@@ -182,6 +182,7 @@ fn config(arguments: &Arguments, checked: &Checked, address: SocketAddr) -> Serv
         max_tokens: arguments.count("max-tokens").map(|count| count as u32),
         choices_max: arguments.count("choices").unwrap_or(16) as u32,
         reasoning_field: resolve::reasoning_field(arguments),
+        reasoning: resolve::reasoning_limits(arguments),
         seeds: Seeds {
             of_prompt: Arc::new(move |prompt| draw::seed_from_prompt(prompt, &salt)),
             of_choice: draw::choice_seed,

@@ -5,12 +5,15 @@ use std::sync::Arc;
 use tf_text::TokenId;
 
 use crate::clock::Time;
-use crate::depth::Acceptance;
+use crate::copy::{self, CopyIndex};
+use crate::depth::{Acceptance, Candidate};
 use crate::disk::worker::LoadId;
+use crate::drafting;
+use crate::forcing::Forced;
 use crate::limits::DRAFTS_MAX;
 use crate::model::{Drawn, DrawnRow};
 use crate::plan::Plan;
-use crate::request::{CacheUse, FinishReason, Finished, Position, ReplyStats, RequestId};
+use crate::request::{CacheUse, DraftSource, FinishReason, Finished, Position, ReplyStats, RequestId};
 use crate::sequence::Sequence;
 use crate::state::{Released, State, Waiting};
 use crate::stats::EngineStats;
@@ -54,6 +57,9 @@ pub fn admit(state: &mut State, now: Time) {
         waiting.sender.started();
         state.stats.queue_time += queue;
         let prompt_tokens = waiting.request.prompt.len() as u32;
+        let forced = Forced::new(waiting.request.forcing.as_deref());
+        let mut given = Vec::new();
+        waiting.request.forcing.iter().for_each(|forcing| forced.given(forcing, &mut given));
         state.sequences.push(Sequence {
             id,
             slot,
@@ -68,8 +74,15 @@ pub fn admit(state: &mut State, now: Time) {
             load: None,
             asked_disk: false,
             waits: false,
+            forced,
+            given,
             drafts: Vec::with_capacity(DRAFTS_MAX),
+            draft_source: DraftSource::Head,
             confidence: Vec::with_capacity(DRAFTS_MAX),
+            copies: CopyIndex::default(),
+            copied: Vec::new(),
+            copy_class: 0,
+            copy_acceptance: Acceptance::default(),
             passed_over: 0,
             acceptance: Acceptance::default(),
             started: now,
@@ -137,8 +150,11 @@ pub fn commit(state: &mut State, plan: &Plan, drawn: &Drawn, accepted: &[Accepte
         match plan.drafts[index] {
             Some(draft_count) => {
                 count_verdict(sequence, &mut state.stats, draft_count as usize, verdict);
-                let judged = verdict.judged as usize;
-                state.pace.record_verdict(verdict.accepted as usize, &sequence.confidence[..judged]);
+                if draft_count > 0 && sequence.draft_source == DraftSource::Head {
+                    let judged = verdict.judged as usize;
+                    sequence.acceptance.record(verdict.accepted as usize, judged);
+                    state.pace.record_verdict(verdict.accepted as usize, &sequence.confidence[..judged]);
+                }
             }
             None if window.whole => send_prompt_rows(sequence, window.start, rows, drawn),
             None => {}
@@ -148,7 +164,13 @@ pub fn commit(state: &mut State, plan: &Plan, drawn: &Drawn, accepted: &[Accepte
 
         let first = verdict.first_row as usize;
         let tokens = &rows[first..first + verdict.token_count as usize];
-        sequence.reply.extend(tokens.iter().map(|row| row.token));
+        let (accepted, judged) = judge_copy(&sequence.copied, tokens);
+        if judged > 0 {
+            sequence.copy_acceptance.record(accepted, judged);
+            state.pace.record_copy(sequence.copy_class, accepted, judged);
+        }
+        sequence.copied.clear();
+        append(sequence, tokens);
         state.stats.reply_tokens += tokens.len() as u64;
         if !tokens.is_empty() && sequence.first_token.is_none() {
             sequence.first_token = Some(now);
@@ -168,18 +190,62 @@ pub fn commit(state: &mut State, plan: &Plan, drawn: &Drawn, accepted: &[Accepte
     publish_load(state);
 }
 
-/// Stores the first `count` of what the drafter proposes for the window to come.
-pub fn propose(state: &mut State, index: usize, count: usize, tokens: &[TokenId], confidence: &[f32]) {
-    let sequence = &mut state.sequences[index];
+/// How many of a copy's tokens came true, of how many that can be told.
+fn judge_copy(copied: &[TokenId], tokens: &[DrawnRow]) -> (usize, usize) {
+    let pairs = copied.iter().zip(tokens);
+    let accepted = pairs.take_while(|(copied, row)| **copied == row.token).count();
+    (accepted, (accepted + 1).min(copied.len()).min(tokens.len()))
+}
+
+fn append(sequence: &mut Sequence, tokens: &[DrawnRow]) {
+    sequence.reply.extend(tokens.iter().map(|row| row.token));
+    if let Some(forcing) = &sequence.request.forcing {
+        tokens.iter().for_each(|row| sequence.forced.push(forcing, row.token));
+        sequence.forced.given(forcing, &mut sequence.given);
+        sequence.stats.looped = sequence.forced.looped;
+    }
+}
+
+/// Looks up what running replies may copy next.
+pub fn look_up_copies(state: &mut State) {
+    for index in 0..state.sequences.len() {
+        let room = drafting::room(state, &state.sequences[index]);
+        let sequence = &mut state.sequences[index];
+        if sequence.is_prefilling() || sequence.is_held() || !sequence.given.is_empty() || room == 0 {
+            continue;
+        }
+        let text = copy::Text { prompt: &sequence.request.prompt, reply: &sequence.reply };
+        sequence.copied.clear();
+        if let Some(found) = sequence.copies.find(text) {
+            sequence.copy_class = found.class();
+            copy::copy(text, found, room as usize, &mut sequence.copied);
+        }
+    }
+}
+
+/// Stores what a sequence shall draft for the window to come. `tokens`, `confidence`: what the draft head has answered.
+pub fn propose(state: &mut State, candidate: &Candidate, tokens: &[TokenId], confidence: &[f32]) {
+    let sequence = &mut state.sequences[candidate.sequence];
+    let count = candidate.count as usize;
     assert!(!sequence.is_prefilling(), "drafts before the prompt is computed");
-    assert!((count as u32) < sequence.remaining(), "drafts beyond the reply's end");
+    assert!(count == 0 || candidate.count < sequence.remaining(), "drafts beyond the reply's end");
     sequence.drafts.clear();
-    sequence.drafts.extend_from_slice(&tokens[..count]);
     sequence.confidence.clear();
-    sequence.confidence.extend_from_slice(&confidence[..count]);
+    sequence.draft_source = candidate.source;
+    let tried = match candidate.source {
+        DraftSource::Head => {
+            sequence.drafts.extend_from_slice(&tokens[..count]);
+            sequence.confidence.extend_from_slice(&confidence[..count]);
+            count
+        }
+        DraftSource::Copy => {
+            sequence.drafts.extend_from_slice(&sequence.copied[..count]);
+            0
+        }
+    };
     let pace = &state.pace;
-    let untried = confidence[count..].iter().map(|&confidence| pace.corrected(confidence));
-    sequence.acceptance.record_untried(count, untried);
+    let untried = confidence[tried..].iter().map(|&confidence| pace.corrected(confidence));
+    sequence.acceptance.record_untried(tried, untried);
 }
 
 /// Starts a sequence at the end of a restored prefix, or says why there is none.
@@ -252,18 +318,14 @@ fn count_verdict(sequence: &mut Sequence, stats: &mut EngineStats, draft_count: 
     sequence.stats.windows += 1;
     sequence.stats.drafted += draft_count as u32;
     sequence.stats.accepted += accepted as u32;
-    sequence.acceptance.record(accepted, verdict.judged as usize);
+    sequence.stats.known_rows += verdict.known_rows;
     stats.draft_windows += u64::from(draft_count > 0);
     stats.drafted += draft_count as u64;
     stats.accepted += accepted as u64;
-    for position in 0..draft_count {
-        sequence.stats.drafted_per_position[position] += 1;
-        stats.drafted_per_position[position] += 1;
-        if position < accepted {
-            sequence.stats.accepted_per_position[position] += 1;
-            stats.accepted_per_position[position] += 1;
-        }
-    }
+    stats.known_rows += u64::from(verdict.known_rows);
+    let source = sequence.draft_source as usize;
+    sequence.stats.drafts[source].record(draft_count, accepted);
+    stats.drafts[source].record(draft_count, accepted);
 }
 
 fn send_prompt_rows(sequence: &Sequence, start: Position, rows: &[DrawnRow], drawn: &Drawn) {

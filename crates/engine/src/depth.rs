@@ -1,13 +1,17 @@
-//! How many drafts a round should hold: expected tokens per measured cost. Never decides what a reply says.
+//! How many drafts a round should hold, whose, and from where: expected tokens per measured cost. Never decides what a
+//! reply says.
 //!
 //! A round of R rows takes a time t(R) that was measured before. A draft adds a row, and a token with the probability
 //! that it and all drafts before it land. The best round is the one with the most expected tokens per time; where rows
 //! are dear or drafts miss, that is a round without drafts. Rows that were never timed count as free, so that they get
 //! timed; a probe now and then keeps old figures from deciding for ever.
 
+use std::ops::Range;
 use std::time::Duration;
 
+use crate::copy::CLASS_COUNT;
 use crate::limits::DRAFTS_MAX;
+use crate::request::DraftSource;
 
 /// Rounds with more reply rows than this share one figure.
 const ROWS_TIMED_MAX: usize = 128;
@@ -19,6 +23,8 @@ pub const PROBE_ROUNDS: u32 = 32;
 const FADE: f64 = 0.95;
 /// How many verdicts the engine's average counts for a new sequence.
 const PRIOR: f64 = 4.0;
+/// What copies are thought to be worth before any was judged, by the class of their occurrence.
+const COPY_PRIORS: [f64; CLASS_COUNT] = [0.25, 0.4, 0.55, 0.7, 0.85];
 
 /// Verdicts on drafts by their place in the window, fading.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -64,6 +70,8 @@ pub struct Pace {
     /// Drafts that landed, and the confidence the drafter had in all that were judged.
     landed: f64,
     confidence: f64,
+    /// Copies, by the class of their occurrence.
+    copies: [Acceptance; CLASS_COUNT],
     rounds_without_drafts: u32,
 }
 
@@ -76,6 +84,7 @@ impl Default for Pace {
             overall: Acceptance::default(),
             landed: 0.0,
             confidence: 0.0,
+            copies: [Acceptance::default(); CLASS_COUNT],
             rounds_without_drafts: 0,
         }
     }
@@ -108,6 +117,11 @@ impl Pace {
             self.landed = self.landed * FADE + if index < accepted { 1.0 } else { 0.0 };
             self.confidence = self.confidence * FADE + f64::from(confidence.clamp(0.0, 1.0));
         }
+    }
+
+    /// Takes in what became of a copy, used or not: the tokens that followed tell what it would have been worth.
+    pub fn record_copy(&mut self, class: usize, accepted: usize, judged: usize) {
+        self.copies[class].record(accepted, judged);
     }
 
     pub fn record_drafting(&mut self, drafted: bool) {
@@ -167,54 +181,145 @@ impl Pace {
         acceptance.probability(index, self.overall.probability(index, 0.5))
     }
 
-    /// The same for a draft that exists, from the drafter's own confidence.
+    /// The same for a copy of this class.
+    pub fn expected_copy(&self, acceptance: &Acceptance, class: usize, index: usize) -> f64 {
+        let index = index.min(DRAFTS_MAX - 1);
+        acceptance.probability(index, self.copies[class].probability(index, COPY_PRIORS[class]))
+    }
+
+    /// The same for a draft of the draft head that exists, from the head's own confidence.
     pub fn corrected(&self, confidence: f32) -> f64 {
         (f64::from(confidence.clamp(0.0, 1.0)) * self.calibration()).min(1.0)
     }
 }
 
-/// One sequence's drafts, for [`choose`].
-#[derive(Clone, Copy, Debug)]
-pub struct Candidate {
-    /// Index of the sequence.
-    pub sequence: usize,
-    /// Most drafts this window can hold.
-    pub count_max: u32,
-    /// How many it shall hold: the answer.
+/// What one source can propose for a window.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Offer {
     pub count: u32,
     /// Probability that draft `i` and all before it land.
     pub products: [f64; DRAFTS_MAX],
 }
 
-/// Sets each candidate's count so that the round has the most expected tokens per time.
+impl Offer {
+    pub const NONE: Offer = Offer { count: 0, products: [0.0; DRAFTS_MAX] };
+
+    /// `count` drafts, each of which lands with its probability when those before it did.
+    pub fn new(count: u32, probability: impl Fn(usize) -> f64) -> Self {
+        let mut offer = Offer { count: count.min(DRAFTS_MAX as u32), ..Offer::NONE };
+        let mut product = 1.0;
+        for (index, slot) in offer.products[..offer.count as usize].iter_mut().enumerate() {
+            product *= probability(index);
+            *slot = product;
+        }
+        offer
+    }
+
+    /// Tokens that the whole offer is expected to bring.
+    fn worth(&self) -> f64 {
+        self.products[..self.count as usize].iter().sum()
+    }
+}
+
+/// One sequence's drafts, for [`deal`].
+#[derive(Clone, Debug, PartialEq)]
+pub struct Candidate {
+    /// Index of the sequence.
+    pub sequence: usize,
+    pub head: Offer,
+    pub copy: Offer,
+    /// What the head has answered, as a range of `Drafts::tokens`; empty where it wasn't asked.
+    pub answer: Range<usize>,
+    /// How many drafts it shall have and from where: the answer.
+    pub source: DraftSource,
+    pub count: u32,
+}
+
+impl Candidate {
+    pub fn new(sequence: usize, head: Offer, copy: Offer) -> Self {
+        Candidate { sequence, head, copy, answer: 0..0, source: DraftSource::Copy, count: 0 }
+    }
+
+    /// Turns to the source that is worth more; a copy, which costs no call, where they are worth the same.
+    fn choose(&mut self) {
+        let is_head = self.head.count > 0 && (self.copy.count == 0 || self.head.worth() > self.copy.worth());
+        self.source = if is_head { DraftSource::Head } else { DraftSource::Copy };
+    }
+
+    fn offer(&self) -> &Offer {
+        match self.source {
+            DraftSource::Head => &self.head,
+            DraftSource::Copy => &self.copy,
+        }
+    }
+}
+
+/// Deals the draft rows of a round to its sequences, each from the source that is worth more, so that the round has the
+/// most expected tokens per time.
 ///
-/// `reply_rows`: rows that run anyway, one a running reply. `draft_rows_max`: room for drafts. `call`: whether the cost of
-/// calling the drafter is still to be paid.
-pub fn choose(pace: &Pace, candidates: &mut [Candidate], reply_rows: usize, draft_rows_max: usize, call: bool) {
-    let plain_tokens = reply_rows as f64;
+/// `fixed_rows`: rows that run anyway and bring a token each. `draft_rows_max`: room for drafts. `is_call_due`: drafts of
+/// the head still cost a call of it; the deal then weighs a round without that call too.
+pub fn deal(pace: &Pace, candidates: &mut [Candidate], fixed_rows: usize, draft_rows_max: usize, is_call_due: bool) {
+    if is_call_due {
+        candidates.iter_mut().for_each(|candidate| candidate.source = DraftSource::Copy);
+        let copies = spread(pace, candidates, fixed_rows, draft_rows_max, 0.0);
+        candidates.iter_mut().for_each(Candidate::choose);
+        let is_head_used = candidates.iter().any(|candidate| candidate.source == DraftSource::Head);
+        if is_head_used && spread(pace, candidates, fixed_rows, draft_rows_max, pace.draft_call) > copies {
+            return;
+        }
+        candidates.iter_mut().for_each(|candidate| candidate.source = DraftSource::Copy);
+    } else {
+        candidates.iter_mut().for_each(Candidate::choose);
+    }
+    spread(pace, candidates, fixed_rows, draft_rows_max, 0.0);
+}
+
+/// Gives every candidate all of its better source, as far as the rows go: what drafts bring is measured by trying them.
+pub fn deal_all(candidates: &mut [Candidate], draft_rows_max: usize) {
+    candidates.iter_mut().for_each(|candidate| {
+        candidate.choose();
+        candidate.count = 0;
+    });
+    hand_out(candidates, draft_rows_max);
+}
+
+/// Sets the counts for the most expected tokens per time, with each candidate's source as it stands, and returns that
+/// rate. Drafts cost `draft_seconds` beside their rows.
+fn spread(
+    pace: &Pace,
+    candidates: &mut [Candidate],
+    fixed_rows: usize,
+    draft_rows_max: usize,
+    draft_seconds: f64,
+) -> f64 {
+    candidates.iter_mut().for_each(|candidate| candidate.count = 0);
     // Without a round of so few rows there is nothing to compare with: this one becomes it.
-    let Some(plain_seconds) = pace.round_seconds(reply_rows).filter(|_| pace.is_timed_within(reply_rows)) else {
-        candidates.iter_mut().for_each(|candidate| candidate.count = 0);
-        return;
+    let Some(plain_seconds) = pace.round_seconds(fixed_rows).filter(|_| pace.is_timed_within(fixed_rows)) else {
+        return 0.0;
     };
-    let draft_seconds = if call { pace.draft_call } else { 0.0 };
-    let mut tokens = plain_tokens;
-    let mut best_rate = plain_tokens / plain_seconds;
+    let mut tokens = fixed_rows as f64;
+    let mut best_rate = tokens / plain_seconds;
     let mut best_rows = 0;
     // Once for the best number of draft rows, once more to hand them out: the greedy order is the same.
     for row in 1..=draft_rows_max {
         let Some(index) = next(candidates) else { break };
         let candidate = &mut candidates[index];
-        tokens += candidate.products[candidate.count as usize];
+        tokens += candidate.offer().products[candidate.count as usize];
         candidate.count += 1;
-        let seconds = pace.round_seconds(reply_rows + row).unwrap_or(plain_seconds) + draft_seconds;
+        let seconds = pace.round_seconds(fixed_rows + row).unwrap_or(plain_seconds) + draft_seconds;
         if tokens / seconds > best_rate {
             best_rate = tokens / seconds;
             best_rows = row;
         }
     }
     candidates.iter_mut().for_each(|candidate| candidate.count = 0);
-    for _ in 0..best_rows {
+    hand_out(candidates, best_rows);
+    best_rate
+}
+
+fn hand_out(candidates: &mut [Candidate], rows: usize) {
+    for _ in 0..rows {
         let Some(index) = next(candidates) else { break };
         candidates[index].count += 1;
     }
@@ -224,10 +329,10 @@ pub fn choose(pace: &Pace, candidates: &mut [Candidate], reply_rows: usize, draf
 fn next(candidates: &[Candidate]) -> Option<usize> {
     let mut best: Option<(usize, f64)> = None;
     for (index, candidate) in candidates.iter().enumerate() {
-        if candidate.count >= candidate.count_max {
+        if candidate.count >= candidate.offer().count {
             continue;
         }
-        let product = candidate.products[candidate.count as usize];
+        let product = candidate.offer().products[candidate.count as usize];
         if best.is_none_or(|(_, most)| product > most) {
             best = Some((index, product));
         }
@@ -239,14 +344,8 @@ fn next(candidates: &[Candidate]) -> Option<usize> {
 mod tests {
     use super::*;
 
-    fn candidate(probability: f64, count_max: u32) -> Candidate {
-        let mut products = [0.0; DRAFTS_MAX];
-        let mut product = 1.0;
-        for slot in &mut products {
-            product *= probability;
-            *slot = product;
-        }
-        Candidate { sequence: 0, count_max, count: 0, products }
+    fn candidate(probability: f64, count: u32) -> Candidate {
+        Candidate::new(0, Offer::new(count, |_| probability), Offer::NONE)
     }
 
     fn timed(times: &[(usize, u64)], draft_call: u64) -> Pace {
@@ -276,7 +375,7 @@ mod tests {
         ];
         for (name, times, draft_call, probability, expected) in cases {
             let mut candidates = [candidate(probability, 5)];
-            choose(&timed(times, draft_call), &mut candidates, 1, 100, true);
+            deal(&timed(times, draft_call), &mut candidates, 1, 100, true);
             assert_eq!(candidates[0].count, expected, "{name}");
         }
     }
@@ -284,8 +383,81 @@ mod tests {
     #[test]
     fn gives_rows_to_the_likelier_drafts_first() {
         let mut candidates = [candidate(0.5, 5), candidate(0.9, 5), candidate(0.9, 1)];
-        choose(&timed(&[(3, 100)], 0), &mut candidates, 3, 5, false);
-        assert_eq!(candidates.map(|candidate| candidate.count), [0, 4, 1]);
+        deal(&timed(&[(3, 100)], 0), &mut candidates, 3, 5, false);
+        assert_eq!(candidates.clone().map(|candidate| candidate.count), [0, 4, 1]);
+        deal_all(&mut candidates, 5);
+        assert_eq!(candidates.clone().map(|candidate| candidate.count), [0, 4, 1]);
+        deal_all(&mut candidates, 100);
+        assert_eq!(candidates.map(|candidate| candidate.count), [5, 5, 1]);
+        // Where the deal is to try all there is, drafts that never landed are tried too.
+        let mut candidates = [candidate(0.0, 5)];
+        deal_all(&mut candidates, 4);
+        assert_eq!(candidates.map(|candidate| (candidate.source, candidate.count)), [(DraftSource::Head, 4)]);
+    }
+
+    #[test]
+    fn rows_go_to_sequences_by_expected_tokens_per_time() {
+        // measured (rows, microseconds), each sequence's probability a draft and most drafts, room -> drafts
+        type Case<'a> = (&'a str, &'a [(usize, u64)], [(f64, u32); 3], usize, [u32; 3]);
+        let cases: [Case<'_>; 6] = [
+            ("free rows, all that fit", &[(3, 100), (20, 100)], [(0.9, 5), (0.5, 5), (0.7, 5)], 100, [5, 5, 5]),
+            ("free rows, little room", &[(3, 100), (20, 100)], [(0.9, 5), (0.5, 5), (0.7, 5)], 6, [5, 0, 1]),
+            ("dear rows, the sure drafts only", &[(3, 90), (18, 340)], [(0.9, 5), (0.5, 5), (0.7, 5)], 100, [4, 0, 1]),
+            (
+                "dear rows, none is worth its cost",
+                &[(3, 90), (18, 540)],
+                [(0.6, 5), (0.5, 5), (0.7, 5)],
+                100,
+                [0, 0, 0],
+            ),
+            ("no room", &[(3, 100), (20, 100)], [(0.9, 5), (0.5, 5), (0.7, 5)], 0, [0, 0, 0]),
+            ("one that may not draft", &[(3, 100), (20, 100)], [(0.9, 0), (0.5, 2), (0.7, 1)], 100, [0, 2, 1]),
+        ];
+        for (name, times, sequences, room, expected) in cases {
+            let mut candidates = sequences.map(|(probability, count)| candidate(probability, count));
+            deal(&timed(times, 0), &mut candidates, 3, room, false);
+            assert_eq!(candidates.map(|candidate| candidate.count), expected, "{name}");
+        }
+    }
+
+    #[test]
+    fn each_sequence_drafts_from_the_source_that_is_worth_more() {
+        use DraftSource::{Copy, Head};
+        // a call of the head, due or paid; head and copy (probability, drafts) of two sequences -> sources, counts
+        type Offers = [(f64, u32); 2];
+        type Case<'a> = (&'a str, u64, bool, [Offers; 2], [(DraftSource, u32); 2]);
+        let cases: [Case<'_>; 7] = [
+            ("a long copy beats the head", 10, true, [[(0.5, 5), (0.95, 5)]; 2], [(Copy, 5); 2]),
+            ("the head beats a short copy", 10, true, [[(0.9, 5), (0.3, 5)]; 2], [(Head, 5); 2]),
+            ("equals are copied", 10, true, [[(0.5, 5), (0.5, 5)]; 2], [(Copy, 5); 2]),
+            ("each its own", 10, true, [[(0.9, 5), (0.3, 5)], [(0.5, 5), (0.95, 5)]], [(Head, 5), (Copy, 5)]),
+            ("a slow head is left out", 900, true, [[(0.9, 5), (0.3, 5)], [(0.5, 5), (0.95, 5)]], [(Copy, 5); 2]),
+            ("... but not when it was called", 900, false, [[(0.9, 5), (0.3, 5)]; 2], [(Head, 5); 2]),
+            ("nothing to copy", 10, true, [[(0.9, 3), (0.9, 0)]; 2], [(Head, 3); 2]),
+        ];
+        for (name, call, is_due, offers, expected) in cases {
+            let offer = |(probability, count)| Offer::new(count, |_| probability);
+            let mut candidates = offers.map(|[head, copy]| Candidate::new(0, offer(head), offer(copy)));
+            deal(&timed(&[(2, 100), (12, 100)], call), &mut candidates, 2, 100, is_due);
+            assert_eq!(candidates.map(|candidate| (candidate.source, candidate.count)), expected, "{name}");
+        }
+    }
+
+    #[test]
+    fn copies_are_judged_by_class_and_sequence() {
+        let mut pace = Pace::default();
+        let (fresh, mut own) = (Acceptance::default(), Acceptance::default());
+        assert!(pace.expected_copy(&fresh, 4, 0) > 0.8 && pace.expected_copy(&fresh, 0, 0) < 0.3);
+        for _ in 0..200 {
+            pace.record_copy(4, 0, 1);
+            pace.record_copy(0, 2, 2);
+        }
+        assert!(pace.expected_copy(&fresh, 4, 0) < 0.2, "long copies never land");
+        assert!(pace.expected_copy(&fresh, 0, 1) > 0.8, "short ones always do");
+        for _ in 0..50 {
+            own.record(1, 1);
+        }
+        assert!(pace.expected_copy(&own, 4, 0) > 0.7, "but here they do");
     }
 
     #[test]

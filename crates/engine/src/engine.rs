@@ -156,7 +156,8 @@ impl EngineHandle {
             return Err(SubmitError::TooLong { prompt, max_tokens, context });
         }
         let bias = request.sampling.logit_bias.iter().map(|&(token, _)| token);
-        match request.prompt.iter().copied().chain(bias).find(|&token| token >= vocab_size) {
+        let given = request.forcing.iter().flat_map(|forcing| forcing.tokens());
+        match request.prompt.iter().copied().chain(bias).chain(given).find(|&token| token >= vocab_size) {
             Some(token) => Err(SubmitError::UnknownToken { token, vocab_size }),
             None => Ok(()),
         }

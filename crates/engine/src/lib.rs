@@ -7,9 +7,12 @@
 pub mod channel;
 pub mod clock;
 pub mod commit;
+pub mod copy;
 pub mod depth;
 pub mod disk;
+pub mod drafting;
 pub mod engine;
+pub mod forcing;
 pub mod limits;
 pub mod model;
 pub mod plan;
@@ -27,9 +30,10 @@ pub mod verify;
 pub use channel::{Batch, TokenRow};
 pub use clock::{Clock, Time, VirtualClock, WallClock};
 pub use engine::{Engine, EngineHandle, Lifecycle, Reply, spawn, spawn_with_disk};
+pub use forcing::{Forcing, Reasoning};
 pub use limits::{DraftPolicy, EngineLimits, LimitsError};
 pub use request::{
-    CacheReason, CacheSource, CacheUse, FinishReason, Finished, Position, ReplyStats, Request, RequestId, Sampling,
-    StopReason, SubmitError,
+    CacheReason, CacheSource, CacheUse, DraftCounts, DraftSource, FinishReason, Finished, Position, ReplyStats,
+    Request, RequestId, Sampling, StopReason, SubmitError,
 };
 pub use stats::EngineStats;

@@ -25,10 +25,20 @@ pub const DISK_PIECES_A_ROUND: u32 = 2;
 pub struct DraftPolicy {
     /// Most drafts of a window; 0 switches drafting off.
     pub max: u32,
+    /// Drafts of the model's own draft head.
+    pub head: bool,
+    /// Continuations copied from the context.
+    pub copy: bool,
     /// Leaves drafts out where measured costs say that they don't pay.
     pub adaptive: bool,
     /// A window ends before the draft whose running product of confidences is below this; 0 is no limit.
     pub confidence_min: f32,
+}
+
+impl Default for DraftPolicy {
+    fn default() -> Self {
+        DraftPolicy { max: DRAFTS_MAX as u32, head: true, copy: true, adaptive: true, confidence_min: 0.0 }
+    }
 }
 
 /// What one engine allows. Plain data; `checked` compares it with the model.
@@ -70,7 +80,7 @@ impl EngineLimits {
             queue: 128,
             queue_timeout: Duration::from_secs(120),
             context: model.context,
-            draft: DraftPolicy { max: model.draft_block, adaptive: true, confidence_min: 0.0 },
+            draft: DraftPolicy { max: model.draft_block, ..DraftPolicy::default() },
             prefix_cache_bytes: 0,
             snapshot_every: 4096,
             unread_tokens: 4096,

@@ -63,6 +63,19 @@ pub struct SequenceView<'a> {
     pub prompt: &'a [TokenId],
     /// Committed reply tokens. In a verify window the rows' own tokens follow these.
     pub reply: &'a [TokenId],
+    /// Tokens that are given to follow `reply`, whatever is drawn.
+    pub given: &'a [TokenId],
+}
+
+impl SequenceView<'_> {
+    /// The token at `position` where the draw for it decides nothing: the prompt's, or a given one.
+    pub fn known_at(&self, position: Position) -> Option<TokenId> {
+        let position = position as usize;
+        match position.checked_sub(self.prompt.len()) {
+            None => self.prompt.get(position).copied(),
+            Some(index) => self.given.get(index.checked_sub(self.reply.len())?).copied(),
+        }
+    }
 }
 
 /// One drawn row.
@@ -71,9 +84,9 @@ pub struct DrawnRow {
     pub token: TokenId,
     /// Log-probability of `token` from the raw row at temperature 1; 0 where none was asked for.
     pub logprob: f32,
-    /// Log-probability of the prompt's token at the next position, from the raw row at temperature 1; 0 where the row
-    /// is the prompt's last or later, or none was asked for. It is read from the prompt and not from the window, so
-    /// that scoring doesn't depend on where a prompt is cut.
+    /// Log-probability of the token that is known to stand at the next position ([`SequenceView::known_at`]), from the
+    /// raw row at temperature 1; 0 where none is known or none was asked for. It is not read from the window, so that
+    /// scoring doesn't depend on where a prompt is cut.
     pub next_logprob: f32,
     /// Range in `Drawn::top`.
     pub top_start: u32,

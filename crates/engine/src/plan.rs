@@ -14,6 +14,9 @@ pub struct Plan {
     pub round: RoundPlan,
     /// For each window, how many of its rows are drafts; `None` for a piece of a prompt.
     pub drafts: Vec<Option<u32>>,
+    /// For each window, how many of its draws are dropped for given tokens. The rows of all but the last of these are
+    /// known; a window with known rows has no drafts.
+    pub given: Vec<u32>,
     /// Scratch: prompts in the order in which they are served.
     order: Vec<usize>,
 }
@@ -23,6 +26,7 @@ impl Plan {
         self.round.tokens.clear();
         self.round.windows.clear();
         self.drafts.clear();
+        self.given.clear();
         self.order.clear();
     }
 
@@ -44,23 +48,20 @@ impl Plan {
 pub fn plan(state: &State, plan: &mut Plan) {
     plan.clear();
     let decoding = state.sequences.iter().filter(|sequence| is_decoding(sequence)).count() as u32;
-    let is_waiting = |sequence: &Sequence| sequence.is_prefilling() && !sequence.is_held();
-    let prefilling = state.sequences.iter().filter(|sequence| is_waiting(sequence)).count();
     let mut rows_left = state.limits.round_rows - decoding;
-    // Drafts are optional rows: while a prompt waits they take at most half of what is left.
-    let mut draft_rows_left = if prefilling > 0 { rows_left / 2 } else { rows_left };
-
+    let mut optional_rows_left = optional_rows(state);
     for (index, sequence) in state.sequences.iter().enumerate() {
         if !is_decoding(sequence) {
             continue;
         }
-        let draft_count = (sequence.drafts.len() as u32).min(draft_rows_left);
-        draft_rows_left -= draft_count;
-        rows_left -= draft_count;
-        push_reply(plan, index, sequence, draft_count);
+        let known = sequence.window_room(state.draft_block).min(sequence.given.len() as u32);
+        let optional = (if known > 0 { known } else { sequence.drafts.len() as u32 }).min(optional_rows_left);
+        optional_rows_left -= optional;
+        rows_left -= optional;
+        push_reply(plan, index, sequence, optional);
     }
 
-    if prefilling == 0 {
+    if !state.sequences.iter().any(is_waiting) {
         return;
     }
     let mut prompt_rows_left = rows_left;
@@ -88,6 +89,18 @@ pub fn plan(state: &State, plan: &mut Plan) {
     }
 }
 
+/// Room of a round for drafts and known rows. While a prompt waits they take at most half of what is left beside the
+/// pending rows.
+pub fn optional_rows(state: &State) -> u32 {
+    let decoding = state.sequences.iter().filter(|sequence| is_decoding(sequence)).count() as u32;
+    let rows_left = state.limits.round_rows - decoding;
+    if state.sequences.iter().any(is_waiting) { rows_left / 2 } else { rows_left }
+}
+
+fn is_waiting(sequence: &Sequence) -> bool {
+    sequence.is_prefilling() && !sequence.is_held()
+}
+
 fn is_decoding(sequence: &Sequence) -> bool {
     !sequence.is_prefilling() && !sequence.is_held()
 }
@@ -108,11 +121,14 @@ fn up_to_snapshot(state: &State, sequence: &Sequence, row_count: u32) -> u32 {
     }
 }
 
-fn push_reply(plan: &mut Plan, index: usize, sequence: &Sequence, draft_count: u32) {
+/// The pending row and `optional` more: known rows where tokens are given, else drafts.
+fn push_reply(plan: &mut Plan, index: usize, sequence: &Sequence, optional: u32) {
     let pending = *sequence.reply.last().expect("a computed prompt has its first token, checked after every round");
     let first = plan.round.tokens.len();
     plan.round.tokens.push(pending);
-    plan.round.tokens.extend_from_slice(&sequence.drafts[..draft_count as usize]);
+    let is_given = !sequence.given.is_empty();
+    let tokens = if is_given { &sequence.given } else { &sequence.drafts };
+    plan.round.tokens.extend_from_slice(&tokens[..optional as usize]);
     let row_count = plan.round.tokens.len() - first;
     plan.round.windows.push(Window {
         slot: sequence.slot,
@@ -124,7 +140,8 @@ fn push_reply(plan: &mut Plan, index: usize, sequence: &Sequence, draft_count: u
         logprobs: sequence.request.logprobs,
         sequence: index,
     });
-    plan.drafts.push(Some(draft_count));
+    plan.drafts.push(Some(if is_given { 0 } else { optional }));
+    plan.given.push(row_count.min(sequence.given.len()) as u32);
 }
 
 fn push_prompt(plan: &mut Plan, index: usize, sequence: &Sequence, row_count: u32) {
@@ -143,6 +160,7 @@ fn push_prompt(plan: &mut Plan, index: usize, sequence: &Sequence, row_count: u3
     } else {
         0..0
     };
+    plan.given.push(u32::from(is_last && !draw.is_empty() && !sequence.given.is_empty()));
     plan.round.windows.push(Window {
         slot: sequence.slot,
         start,

@@ -6,6 +6,7 @@ use std::time::Duration;
 use tf_text::TokenId;
 
 use crate::clock::Time;
+use crate::forcing::Forcing;
 use crate::limits::DRAFTS_MAX;
 
 /// Absolute index of a token in its sequence.
@@ -85,6 +86,8 @@ pub struct Request {
     /// Prompt positions whose state later requests may want: the end of the last message's text, the start of the last
     /// user message. Any order. Speed only.
     pub snapshot_at: Vec<Position>,
+    /// Tokens of the reply that are given and not drawn.
+    pub forcing: Option<Arc<Forcing>>,
 }
 
 impl Request {
@@ -100,7 +103,61 @@ impl Request {
             score_prompt: false,
             deadline: None,
             snapshot_at: Vec::new(),
+            forcing: None,
         }
+    }
+}
+
+/// Where the drafts of a window come from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum DraftSource {
+    /// The checkpoint's own draft head.
+    Head,
+    /// A continuation copied from the context.
+    Copy,
+}
+
+impl DraftSource {
+    pub const ALL: [DraftSource; 2] = [DraftSource::Head, DraftSource::Copy];
+
+    pub fn as_str(self) -> &'static str {
+        match self {
+            DraftSource::Head => "draft_head",
+            DraftSource::Copy => "copy",
+        }
+    }
+}
+
+/// Drafts of one source, and those of them that were accepted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct DraftCounts {
+    /// Windows that held drafts.
+    pub windows: u64,
+    pub drafted: u64,
+    pub accepted: u64,
+    pub drafted_per_position: [u64; DRAFTS_MAX],
+    pub accepted_per_position: [u64; DRAFTS_MAX],
+}
+
+impl DraftCounts {
+    /// Counts a window of `drafted` drafts whose first `accepted` were accepted.
+    pub fn record(&mut self, drafted: usize, accepted: usize) {
+        self.windows += u64::from(drafted > 0);
+        self.drafted += drafted as u64;
+        self.accepted += accepted as u64;
+        self.drafted_per_position[..drafted].iter_mut().for_each(|count| *count += 1);
+        self.accepted_per_position[..accepted].iter_mut().for_each(|count| *count += 1);
+    }
+
+    /// Adds the counts of `other`.
+    pub fn add(&mut self, other: &DraftCounts) {
+        self.windows += other.windows;
+        self.drafted += other.drafted;
+        self.accepted += other.accepted;
+        let sums = self.drafted_per_position.iter_mut().zip(&other.drafted_per_position);
+        sums.for_each(|(sum, count)| *sum += count);
+        let sums = self.accepted_per_position.iter_mut().zip(&other.accepted_per_position);
+        sums.for_each(|(sum, count)| *sum += count);
     }
 }
 
@@ -207,8 +264,18 @@ pub struct ReplyStats {
     pub windows: u32,
     pub drafted: u32,
     pub accepted: u32,
-    pub drafted_per_position: [u32; DRAFTS_MAX],
-    pub accepted_per_position: [u32; DRAFTS_MAX],
+    /// The same by source, in the order of [`DraftSource::ALL`].
+    pub drafts: [DraftCounts; 2],
+    /// Given tokens that ran as known rows of a window.
+    pub known_rows: u32,
+    /// The period of the cycle at which the loop guard ended the reasoning.
+    pub looped: Option<u32>,
+}
+
+impl ReplyStats {
+    pub fn drafts_of(&self, source: DraftSource) -> &DraftCounts {
+        &self.drafts[source as usize]
+    }
 }
 
 /// The last thing a request hears.

@@ -6,10 +6,12 @@ use tf_text::TokenId;
 
 use crate::channel::Sender;
 use crate::clock::Time;
+use crate::copy::{CopyIndex, Text};
 use crate::depth::Acceptance;
 use crate::disk::worker::LoadId;
+use crate::forcing::Forced;
 use crate::model::{SequenceView, SlotIndex};
-use crate::request::{Position, ReplyStats, Request, RequestId};
+use crate::request::{DraftSource, Position, ReplyStats, Request, RequestId};
 
 /// A request with a slot.
 pub struct Sequence {
@@ -36,10 +38,20 @@ pub struct Sequence {
     pub asked_disk: bool,
     /// Has no rows in this round for want of pages; its state stays.
     pub waits: bool,
+    /// How far the reply has come in the tokens that are given to it.
+    pub forced: Forced,
+    /// The given tokens that follow the reply so far.
+    pub given: Vec<TokenId>,
     /// Proposals for what follows the pending token. Never committed without the target's own draw.
     pub drafts: Vec<TokenId>,
-    /// What the drafter expects of each draft.
+    pub draft_source: DraftSource,
+    /// What the draft head expects of each draft; empty for a copy.
     pub confidence: Vec<f32>,
+    pub copies: CopyIndex,
+    /// What a copy proposes, used or not, and the class of its occurrence.
+    pub copied: Vec<TokenId>,
+    pub copy_class: usize,
+    pub copy_acceptance: Acceptance,
     /// Rounds that gave prompt rows to others and none to this prompt.
     pub passed_over: u32,
     pub acceptance: Acceptance,
@@ -67,6 +79,11 @@ impl Sequence {
         self.request.max_tokens - self.reply.len() as u32
     }
 
+    /// Most drafts or known rows of the next window: the last token wanted is drawn by the row before it.
+    pub fn window_room(&self, most: u32) -> u32 {
+        most.min(self.request.draft_max.unwrap_or(u32::MAX)).min(self.remaining().saturating_sub(1))
+    }
+
     /// Whether this sequence has no part in the next round.
     pub fn is_held(&self) -> bool {
         self.waits || self.follows.is_some() || self.load.is_some()
@@ -79,7 +96,16 @@ impl Sequence {
     }
 
     pub fn view(&self) -> SequenceView<'_> {
-        SequenceView { sampling: &self.request.sampling, prompt: &self.request.prompt, reply: &self.reply }
+        SequenceView {
+            sampling: &self.request.sampling,
+            prompt: &self.request.prompt,
+            reply: &self.reply,
+            given: &self.given,
+        }
+    }
+
+    pub fn text(&self) -> Text<'_> {
+        Text { prompt: &self.request.prompt, reply: &self.reply }
     }
 
     /// What must hold between rounds.
@@ -96,12 +122,14 @@ impl Sequence {
             assert_eq!(self.computed, prompt + reply - 1, "every token but the pending one is computed");
             assert!(reply < self.request.max_tokens, "a full reply is still served");
             assert!((self.drafts.len() as u32) < self.remaining(), "drafts beyond the reply's end");
+            assert!(self.drafts.is_empty() || self.given.is_empty(), "drafts where a token is given");
             assert_eq!(
                 reply,
-                1 + self.stats.windows + self.stats.accepted,
-                "a window commits its drafts and one token"
+                1 + self.stats.windows + self.stats.accepted + self.stats.known_rows,
+                "a window commits its known rows, its drafts and one token"
             );
         }
+        assert_eq!(self.forced.is_given(), !self.given.is_empty(), "given tokens that don't follow the reply");
         assert!(self.stats.accepted <= self.stats.drafted, "more accepted than drafted");
     }
 }

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use crate::clock::Time;
 use crate::disk::DiskStats;
-use crate::limits::DRAFTS_MAX;
+use crate::request::DraftCounts;
 
 /// A copy of the engine's counters, taken after a round.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
@@ -17,8 +17,10 @@ pub struct EngineStats {
     pub draft_windows: u64,
     pub drafted: u64,
     pub accepted: u64,
-    pub drafted_per_position: [u64; DRAFTS_MAX],
-    pub accepted_per_position: [u64; DRAFTS_MAX],
+    /// Drafts by source, in the order of `DraftSource::ALL`.
+    pub drafts: [DraftCounts; 2],
+    /// Given tokens that ran as known rows of a window.
+    pub known_rows: u64,
     /// Calls of the drafter that failed; the rounds went on without drafts.
     pub draft_failures: u64,
     pub forward_failures: u64,

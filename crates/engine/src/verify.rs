@@ -20,6 +20,8 @@ pub struct Accepted {
     pub first_row: u32,
     /// Drafts that equal a committed draw.
     pub accepted: u32,
+    /// Known rows that are kept.
+    pub known_rows: u32,
     /// Drafts that were compared with a draw: the accepted ones, and the first that differed.
     pub judged: u32,
     /// Positions that the model keeps.
@@ -37,15 +39,24 @@ pub struct Cut {
     pub end: Option<TokenId>,
 }
 
-/// Takes draws while the drafts before them equal the draws, up to an end token or `token_count_max`.
-pub fn accept(drafts: &[TokenId], drawn: impl Iterator<Item = TokenId>, ends: &[TokenId], token_count_max: u32) -> Cut {
+/// Takes draws while the drafts before them equal the draws, up to an end token, `token_count_max`, or a token after which
+/// `is_cut` says that the window can't go on; it is told every token and its index.
+pub fn accept(
+    drafts: &[TokenId],
+    drawn: impl Iterator<Item = TokenId>,
+    ends: &[TokenId],
+    token_count_max: u32,
+    mut is_cut: impl FnMut(usize, TokenId) -> bool,
+) -> Cut {
     let mut cut = Cut { token_count: 0, accepted: 0, judged: 0, end: None };
     for (index, token) in drawn.enumerate() {
         if cut.token_count == token_count_max as usize {
             break;
         }
         cut.token_count += 1;
-        let agreed = drafts.get(index).map(|&draft| draft == token);
+        // A draft behind the end of the window is compared with nothing.
+        let is_last = is_cut(index, token);
+        let agreed = drafts.get(index).filter(|_| !is_last).map(|&draft| draft == token);
         cut.judged += usize::from(agreed.is_some());
         cut.accepted += usize::from(agreed == Some(true));
         if ends.contains(&token) {
@@ -59,26 +70,57 @@ pub fn accept(drafts: &[TokenId], drawn: impl Iterator<Item = TokenId>, ends: &[
     cut
 }
 
-/// Judges every window of `plan`.
+/// Puts given tokens in the place of the draws that they replace. Their rows' own log-probability of them stands in
+/// `next_logprob`.
 ///
 /// # Errors
 /// [`ForwardError::Failed`] when the model did not draw the rows it was asked for.
-pub fn verify(state: &State, plan: &Plan, drawn: &Drawn, accepted: &mut Vec<Accepted>) -> Result<(), ForwardError> {
-    accepted.clear();
+pub fn impose(state: &State, plan: &Plan, drawn: &mut Drawn) -> Result<(), ForwardError> {
     check_drawn(state, plan, drawn)?;
+    for (index, window) in plan.round.windows.iter().enumerate() {
+        let sequence = &state.sequences[window.sequence];
+        let given = &sequence.given[..plan.given[index] as usize];
+        let range = drawn.windows[index].clone();
+        // In a prompt's last piece the reply's first token comes from the last row.
+        let first = if plan.drafts[index].is_some() { range.start } else { range.end - given.len() };
+        for (row, &token) in drawn.rows[first..range.end].iter_mut().zip(given) {
+            row.token = token;
+            row.logprob = row.next_logprob;
+        }
+    }
+    Ok(())
+}
+
+/// Judges every window of `plan`, with given tokens in their places ([`impose`]).
+pub fn verify(state: &State, plan: &Plan, drawn: &Drawn, accepted: &mut Vec<Accepted>) {
+    accepted.clear();
     for (index, window) in plan.round.windows.iter().enumerate() {
         let sequence = &state.sequences[window.sequence];
         let rows = &drawn.rows[drawn.windows[index].clone()];
         let tokens = rows.iter().map(|row| row.token);
         accepted.push(match plan.drafts[index] {
-            Some(_) => {
-                let drafts = &plan.round.tokens[window.rows.start + 1..window.rows.end];
-                let cut = accept(drafts, tokens, &sequence.request.end_ids, sequence.remaining());
+            Some(draft_count) => {
+                // Known rows and drafts alike: what follows a row is right where it equals the row's token.
+                let followers = &plan.round.tokens[window.rows.start + 1..window.rows.end];
+                let known_rows = followers.len() - draft_count as usize;
+                let given = plan.given[index] as usize;
+                let forcing = sequence.request.forcing.as_deref();
+                let mut forced = sequence.forced;
+                // A token that is given next ends the window, unless its row was planned as known.
+                let is_cut = |index: usize, token| {
+                    forcing.is_some_and(|forcing| {
+                        forced.push(forcing, token);
+                        forced.is_given() && index + 1 >= given
+                    })
+                };
+                let cut = accept(followers, tokens, &sequence.request.end_ids, sequence.remaining(), is_cut);
+                let is_draft = |count: usize| if known_rows > 0 { 0 } else { count as u32 };
                 Accepted {
                     token_count: cut.token_count as u32,
                     first_row: 0,
-                    accepted: cut.accepted as u32,
-                    judged: cut.judged as u32,
+                    accepted: is_draft(cut.accepted),
+                    known_rows: cut.accepted as u32 - is_draft(cut.accepted),
+                    judged: is_draft(cut.judged),
                     // The last committed token is pending; the rows before it are kept.
                     kept: window.start + cut.token_count as Position,
                     finish: finish_of(sequence, &cut),
@@ -89,11 +131,13 @@ pub fn verify(state: &State, plan: &Plan, drawn: &Drawn, accepted: &mut Vec<Acce
                 let is_last = end == sequence.prompt_length();
                 let token_count_max = if is_last { sequence.remaining().min(1) } else { 0 };
                 let first_row = rows.len().saturating_sub(1);
-                let cut = accept(&[], tokens.skip(first_row), &sequence.request.end_ids, token_count_max);
+                let ends = &sequence.request.end_ids;
+                let cut = accept(&[], tokens.skip(first_row), ends, token_count_max, |_, _| false);
                 Accepted {
                     token_count: cut.token_count as u32,
                     first_row: first_row as u32,
                     accepted: 0,
+                    known_rows: 0,
                     judged: 0,
                     kept: end,
                     finish: if is_last { finish_of(sequence, &cut) } else { None },
@@ -101,7 +145,6 @@ pub fn verify(state: &State, plan: &Plan, drawn: &Drawn, accepted: &mut Vec<Acce
             }
         });
     }
-    Ok(())
 }
 
 fn finish_of(sequence: &Sequence, cut: &Cut) -> Option<FinishReason> {
@@ -155,7 +198,7 @@ mod tests {
             (&[], &[4], &[], 0, (0, 0, 0, None)),
         ];
         for (drafts, drawn, ends, max, (token_count, accepted, judged, end)) in cases {
-            let cut = accept(drafts, drawn.iter().copied(), ends, max);
+            let cut = accept(drafts, drawn.iter().copied(), ends, max, |_, _| false);
             assert_eq!(cut, Cut { token_count, accepted, judged, end }, "drafts {drafts:?} drawn {drawn:?} max {max}");
         }
     }

@@ -223,7 +223,7 @@ fn drafts_are_used_where_they_pay_and_left_out_where_they_do_not() {
         let clock = VirtualClock::new();
         let options = HistoryOptions { drafter, clock: Some((clock, round, row, call)), ..options() };
         let mut bench = Bench::new(options, |limits| {
-            limits.draft = DraftPolicy { max: 5, adaptive: true, confidence_min: 0.0 };
+            limits.draft = DraftPolicy { max: 5, copy: false, ..DraftPolicy::default() };
         });
         bench.submit(Request::greedy(&[1, 2, 3], 250));
         let mut windows = 0;

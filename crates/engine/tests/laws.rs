@@ -5,7 +5,8 @@ use std::sync::Arc;
 use tf_engine::model::{Drawn, Model, ModelLimits, RoundPlan, SequenceView, SlotIndex, Window};
 use tf_engine::testing::simulate::{ReplyRecord, plain_reply};
 use tf_engine::testing::{Drafter, Fault, HistoryModel, HistoryOptions, Random};
-use tf_engine::{Batch, DraftPolicy, Engine, EngineLimits, FinishReason, Request, Sampling, VirtualClock};
+use tf_engine::{Batch, DraftPolicy, DraftSource, Engine, EngineLimits, FinishReason, Forcing, Reasoning, ReplyStats};
+use tf_engine::{Request, Sampling, VirtualClock};
 
 const VOCAB_SIZE: u32 = 40;
 const MODEL_SEED: u64 = 11;
@@ -17,14 +18,25 @@ struct Serving {
     prompt_chunk: u32,
     drafts: u32,
     drafter: Drafter,
+    head: bool,
+    copy: bool,
+    vocab_size: u32,
 }
 
-const ALONE: Serving = Serving { slots: 1, prompt_chunk: 1000, drafts: 0, drafter: Drafter::Broken };
+const ALONE: Serving = Serving {
+    slots: 1,
+    prompt_chunk: 1000,
+    drafts: 0,
+    drafter: Drafter::Broken,
+    head: true,
+    copy: false,
+    vocab_size: VOCAB_SIZE,
+};
 
 fn options(serving: Serving, fault: Fault) -> HistoryOptions {
     HistoryOptions {
         limits: ModelLimits {
-            vocab_size: VOCAB_SIZE,
+            vocab_size: serving.vocab_size,
             context: 400,
             slots: serving.slots,
             round_rows: 128,
@@ -39,10 +51,19 @@ fn options(serving: Serving, fault: Fault) -> HistoryOptions {
 
 /// Serves `requests`, all submitted at once, and returns their replies with how many drafts landed and missed.
 fn serve(requests: &[Request], serving: Serving, fault: Fault) -> (Vec<ReplyRecord>, u64, u64) {
-    let model = HistoryModel::new(options(serving, fault));
+    serve_with(HistoryModel::new(options(serving, fault)), requests, serving)
+}
+
+fn serve_with(model: HistoryModel, requests: &[Request], serving: Serving) -> (Vec<ReplyRecord>, u64, u64) {
     let limits = EngineLimits {
         prompt_chunk: serving.prompt_chunk,
-        draft: DraftPolicy { max: serving.drafts, adaptive: false, confidence_min: 0.0 },
+        draft: DraftPolicy {
+            max: serving.drafts,
+            head: serving.head,
+            copy: serving.copy,
+            adaptive: false,
+            confidence_min: 0.0,
+        },
         ..EngineLimits::for_model(&model.limits())
     };
     let (engine, handle) = Engine::new(model, limits, Arc::new(VirtualClock::new())).expect("these limits fit");
@@ -94,9 +115,36 @@ fn same(left: &[ReplyRecord], right: &[ReplyRecord]) -> bool {
 
 /// Each request by itself, undrafted, its prompt whole.
 fn alone(requests: &[Request]) -> Vec<ReplyRecord> {
-    let one = |request: &Request| serve(std::slice::from_ref(request), ALONE, Fault::None).0.remove(0);
+    alone_as(requests, ALONE)
+}
+
+fn alone_as(requests: &[Request], serving: Serving) -> Vec<ReplyRecord> {
+    let one = |request: &Request| serve(std::slice::from_ref(request), serving, Fault::None).0.remove(0);
     requests.iter().map(one).collect()
 }
+
+/// Requests over few tokens, so that runs of them come again, some with tokens that are given.
+fn forced_requests(count: u32) -> Vec<Request> {
+    let mut requests = requests(count);
+    for (index, request) in requests.iter_mut().enumerate() {
+        request.prompt = request.prompt.iter().map(|token| token % FEW).collect();
+        if index % 4 > 0 {
+            request.end_ids.clear();
+        }
+        let reasoning = Reasoning { close: 2, budget: Some(index as u32), loop_guard: false, closing: vec![1, 2, 1] };
+        let opening = [1, 1, 2, 2, 1, 1, 2, 2, 1][..index % 9].to_vec();
+        let forcing = match index % 3 {
+            0 => None,
+            1 => Some(Forcing { reasoning: Some(reasoning), opening }),
+            _ => Some(Forcing { reasoning: None, opening }),
+        };
+        request.forcing = forcing.map(Arc::new);
+    }
+    requests
+}
+
+const FEW: u32 = 4;
+const ALONE_OF_FEW: Serving = Serving { vocab_size: FEW, ..ALONE };
 
 #[test]
 fn alone_is_what_the_definition_says() {
@@ -132,12 +180,86 @@ fn l1_drafted_is_undrafted() {
 }
 
 #[test]
+fn l1_copied_is_undrafted_and_given_is_given() {
+    let requests = forced_requests(24);
+    let undrafted: Vec<Request> =
+        requests.iter().map(|request| Request { draft_max: Some(0), ..request.clone() }).collect();
+    let expected = alone_as(&undrafted, ALONE_OF_FEW);
+    for (request, record) in requests.iter().zip(&expected) {
+        let (expected, reason) = plain_reply(MODEL_SEED, FEW, request);
+        assert_eq!((&record.tokens, &record.logprobs), (&expected.tokens, &expected.logprobs), "{request:?}");
+        assert_eq!(record.finished.as_ref().map(|finished| &finished.reason), Some(&reason));
+        assert_eq!(record.finished.as_ref().map(|finished| finished.stats.known_rows), Some(0), "one row a round");
+    }
+    for (head, copy) in [(false, true), (true, true), (true, false), (false, false)] {
+        for drafts in [0, 1, 5] {
+            for (slots, prompt_chunk) in [(1, 1000), (4, 3)] {
+                let drafter = Drafter::Mixed;
+                let serving = Serving { slots, prompt_chunk, drafts, drafter, head, copy, ..ALONE_OF_FEW };
+                let (records, ..) = serve(&requests, serving, Fault::None);
+                assert!(same(&records, &expected), "{serving:?}");
+                let sum = |of: fn(&ReplyStats) -> u64| -> u64 {
+                    records
+                        .iter()
+                        .filter_map(|record| record.finished.as_ref())
+                        .map(|finished| of(&finished.stats))
+                        .sum()
+                };
+                let copies = sum(|stats| stats.drafts_of(DraftSource::Copy).accepted);
+                let heads = sum(|stats| stats.drafts_of(DraftSource::Head).accepted);
+                assert_eq!((copies > 0, heads > 0), (copy && drafts > 0, head && drafts > 0), "{serving:?}");
+                assert!(sum(|stats| stats.known_rows.into()) > 50, "{serving:?}");
+                let all = |stats: &ReplyStats| stats.drafts.iter().map(|counts| counts.drafted).sum::<u64>();
+                assert_eq!(sum(all), sum(|stats| stats.drafted.into()), "{serving:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_reply_that_repeats_itself_is_copied_from_itself() {
+    // A cycle of seven tokens, longer than any draft window.
+    let script: Vec<u32> = (0..300).map(|index| [3, 1, 4, 1, 5, 9, 2][index % 7]).collect();
+    let serving = Serving { drafts: 5, copy: true, head: false, ..ALONE };
+    let model = HistoryModel::new(HistoryOptions { scripts: [script.clone()].into(), ..options(serving, Fault::None) });
+    let (records, accepted, rejected) = serve_with(model, &[Request::greedy(&[7, 8], 300)], serving);
+    assert_eq!(records[0].tokens, script);
+    let windows = records[0].finished.as_ref().map_or(0, |finished| finished.stats.windows);
+    assert!(windows < 70, "{windows} windows for 300 tokens, {accepted} copies accepted and {rejected} rejected");
+}
+
+#[test]
+fn a_loop_is_ended_and_drafts_change_nothing() {
+    let forcing = |budget, loop_guard| {
+        let reasoning = Reasoning { close: 30, budget, loop_guard, closing: vec![31, 30, 32] };
+        Some(Arc::new(Forcing { reasoning: Some(reasoning), opening: vec![33, 34] }))
+    };
+    // The script goes on as if nothing had been given, so each reply is the script with the given tokens in their places.
+    let script: Vec<u32> = (0..64).map(|index| index % 29).chain((0..336).map(|index| 1 + index % 3)).collect();
+    for (budget, loop_guard, given_at, looped) in
+        [(None, true, 64 + 256, Some(3)), (Some(64), true, 64, None), (Some(64), false, 64, None)]
+    {
+        let mut expected = script.clone();
+        expected[given_at..given_at + 5].copy_from_slice(&[31, 30, 32, 33, 34]);
+        for (drafts, copy, head) in [(0, false, false), (5, true, false), (5, false, true), (5, true, true)] {
+            let serving = Serving { drafts, copy, head, drafter: Drafter::Mixed, ..ALONE };
+            let scripts = [script.clone()].into();
+            let model = HistoryModel::new(HistoryOptions { scripts, ..options(serving, Fault::None) });
+            let request = Request { forcing: forcing(budget, loop_guard), ..Request::greedy(&[7, 8], 390) };
+            let (records, ..) = serve_with(model, &[request], serving);
+            assert_eq!(records[0].tokens, expected[..390], "{serving:?}");
+            assert_eq!(records[0].finished.as_ref().map(|finished| finished.stats.looped), Some(looped));
+        }
+    }
+}
+
+#[test]
 fn l2_together_is_alone() {
     let requests = requests(12);
     let expected = alone(&requests);
     for slots in [1, 2, 4] {
         for drafts in [0, 5] {
-            let serving = Serving { slots, prompt_chunk: 1000, drafts, drafter: Drafter::Mixed };
+            let serving = Serving { slots, drafts, drafter: Drafter::Mixed, copy: true, ..ALONE };
             let (records, ..) = serve(&requests, serving, Fault::None);
             assert!(same(&records, &expected), "{serving:?}");
         }
@@ -150,7 +272,7 @@ fn l4_any_cut_is_the_whole_prompt() {
     let expected = alone(&requests);
     for prompt_chunk in [1, 2, 3, 7, 16, 39, 1000] {
         for slots in [1, 4] {
-            let serving = Serving { slots, prompt_chunk, drafts: 3, drafter: Drafter::Mixed };
+            let serving = Serving { slots, prompt_chunk, drafts: 3, drafter: Drafter::Mixed, ..ALONE };
             let (records, ..) = serve(&requests, serving, Fault::None);
             assert!(same(&records, &expected), "{serving:?}");
         }
@@ -195,7 +317,7 @@ fn step(model: &mut HistoryModel, slot: u32, start: u32, tokens: &[u32], samplin
     };
     let plan = RoundPlan { tokens: tokens.to_vec(), windows: vec![window] };
     let mut drawn = Drawn::default();
-    let view = SequenceView { sampling, prompt: &[], reply: &[] };
+    let view = SequenceView { sampling, prompt: &[], reply: &[], given: &[] };
     model.forward(&plan, &[view], &mut drawn).expect("no failure is planned");
     model.keep(slot, start + tokens.len() as u32);
     drawn.rows[0].token

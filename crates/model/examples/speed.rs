@@ -63,7 +63,7 @@ fn main() {
     let mut model: DeepseekV41 = tf_model::load(checkpoint, token_map, options, &|_| {}).expect("the model loads");
 
     let sampling = Sampling::greedy();
-    let view = SequenceView { sampling: &sampling, prompt: &[], reply: &[] };
+    let view = SequenceView { sampling: &sampling, prompt: &[], reply: &[], given: &[] };
     let mut drawn = Drawn::default();
     let token = |index: u32| (index * 7919 + 11) % (shape.vocab_size as u32 / 2);
     for (chunk, total) in [(64u32, 512u32), (512, 512), (512, 2048)].into_iter().filter(|_| wanted("prompt")) {

@@ -40,7 +40,7 @@ fn a_round_in_the_steady_state_allocates_nothing() {
         feed_prompt(&mut model, slot, prompt, 64);
     }
     let samplings = [Sampling::greedy(), Sampling { temperature: 0.8, top_p: 0.9, top_k: 20, ..Sampling::greedy() }];
-    let views = samplings.each_ref().map(|sampling| SequenceView { sampling, prompt, reply: &[] });
+    let views = samplings.each_ref().map(|sampling| SequenceView { sampling, prompt, reply: &[], given: &[] });
     let (mut drawn, mut drafts) = (Drawn::default(), Drafts::default());
     let mut length = prompt.len() as u32;
     let mut before = 0;

@@ -8,6 +8,7 @@ use tf_text::TokenId;
 use tf_text::chat::openai::Defaults;
 use tf_text::tokenizer::Tokenizer;
 
+use crate::generate::ReasoningLimits;
 use crate::metrics::MetricsNames;
 
 /// What a reply says about the program that made it.
@@ -19,8 +20,6 @@ pub struct Identity {
     pub numerics: String,
     /// Equal fingerprints promise equal replies: `tf-` and 16 hexadecimal digits.
     pub fingerprint: String,
-    /// Where drafts come from, for `speculative.proposer`.
-    pub proposer: String,
     /// Unix time in seconds at which the model was loaded.
     pub created: u64,
     /// Positions that the checkpoint was made for.
@@ -87,6 +86,8 @@ pub struct ServerConfig {
     /// Largest `n`.
     pub choices_max: u32,
     pub reasoning_field: ReasoningField,
+    /// Limits of a reasoning; a request's own budget takes the place of this one.
+    pub reasoning: ReasoningLimits,
     pub seeds: Seeds,
     /// Empty: no key is asked for.
     pub api_keys: Vec<ApiKey>,

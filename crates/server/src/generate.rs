@@ -9,11 +9,11 @@ use std::task::Poll;
 use std::time::Instant;
 
 use sha2::{Digest, Sha256};
-use tf_engine::{Batch, FinishReason, Reply, ReplyStats, Request, SubmitError};
+use tf_engine::{Batch, FinishReason, Forcing, Reasoning, Reply, ReplyStats, Request, SubmitError};
 use tf_text::TokenId;
-use tf_text::chat::Marker;
+use tf_text::chat::{Marker, ParseStart, Prompt};
 use tf_text::reply::{Delta, End, Finish, ReplyOptions, ReplyStream};
-use tf_text::tokenizer::Tokenizer;
+use tf_text::tokenizer::{Tokenizer, TokenizerError};
 
 use crate::error::ApiError;
 use crate::http::Server;
@@ -34,6 +34,49 @@ pub struct PromptInput {
     pub reading: ReplyOptions,
     /// Positions whose state later prompts may want.
     pub snapshot_at: Vec<u32>,
+    /// Tokens of the replies that are given and not drawn.
+    pub forcing: Option<Arc<Forcing>>,
+}
+
+/// What may end a reasoning from outside.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct ReasoningLimits {
+    /// Most tokens of a reasoning.
+    pub budget: Option<u32>,
+    /// Ends a reasoning that has become an exact cycle.
+    pub loop_guard: bool,
+}
+
+/// What is given in a reply to `prompt`: the end of a reasoning that has reached its limits, then a newline before and a
+/// blank line after the closing mark; the opening of a call that is asked for.
+///
+/// # Errors
+/// A text that the tokenizer can't encode.
+pub fn forcing(
+    prompt: &Prompt,
+    limits: ReasoningLimits,
+    tokenizer: &Tokenizer,
+) -> Result<Option<Forcing>, TokenizerError> {
+    let opening = prompt.opening_ids(tokenizer)?;
+    let is_limited = limits.budget.is_some() || limits.loop_guard || !opening.is_empty();
+    let reasoning = match prompt.start {
+        ParseStart::Reasoning | ParseStart::ReasoningContinued if is_limited => {
+            let close = tokenizer.markers().id(Marker::ThinkEnd);
+            let mut closing = tokenizer.encode_plain("\n")?;
+            closing.push(close);
+            if opening.is_empty() {
+                closing.extend(tokenizer.encode_plain("\n\n")?);
+            }
+            Some(Reasoning { close, budget: limits.budget, loop_guard: limits.loop_guard, closing })
+        }
+        ParseStart::Reasoning
+        | ParseStart::ReasoningContinued
+        | ParseStart::Content
+        | ParseStart::ContentContinued
+        | ParseStart::Calls => None,
+    };
+    let is_free = reasoning.is_none() && opening.is_empty();
+    Ok((!is_free).then_some(Forcing { reasoning, opening }))
 }
 
 /// Tokens at the end of a text that may be others once the text has grown.
@@ -135,6 +178,7 @@ pub fn submit(server: &Server, asked: Asked<'_>, prompts: Vec<PromptInput>) -> R
                 score_prompt: asked.score_prompt,
                 deadline: None,
                 snapshot_at: prompt.snapshot_at.clone(),
+                forcing: prompt.forcing.clone(),
             });
             let mut reading = prompt.reading.clone();
             reading.call_ids = reading.call_ids.of_choice(choice);

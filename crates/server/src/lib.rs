@@ -16,6 +16,6 @@ pub mod routes;
 pub mod session;
 
 pub use config::{ApiKey, Identity, ReasoningField, SamplingDefaults, Seeds, ServerConfig};
-pub use generate::conversation_positions;
+pub use generate::{ReasoningLimits, conversation_positions, forcing};
 pub use http::{Shutdown, serve};
 pub use metrics::MetricsNames;

@@ -9,7 +9,8 @@ use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use tf_engine::disk::{DiskStats, Refusal};
-use tf_engine::{EngineHandle, EngineStats, FinishReason, Lifecycle, ReplyStats};
+use tf_engine::limits::DRAFTS_MAX;
+use tf_engine::{DraftCounts, DraftSource, EngineHandle, EngineStats, FinishReason, Lifecycle, ReplyStats};
 
 use crate::config::ServerConfig;
 
@@ -342,20 +343,16 @@ fn disk_figures(page: &mut Page, disk: &DiskStats) {
 }
 
 fn engine_figures(page: &mut Page, stats: &EngineStats, engine: &EngineHandle) {
-    let per_position: Vec<(String, f64)> = stats
-        .accepted_per_position
-        .iter()
-        .zip(&stats.drafted_per_position)
-        .take_while(|(_, drafted)| **drafted > 0)
-        .enumerate()
-        .map(|(position, (accepted, _))| (position.to_string(), *accepted as f64))
-        .collect();
+    let mut all = DraftCounts::default();
+    stats.drafts.iter().for_each(|counts| all.add(counts));
+    let positions = all.drafted_per_position.iter().take_while(|drafted| **drafted > 0).count();
+    let positions: Vec<String> = (0..positions).map(|position| position.to_string()).collect();
     for (name, twin, kind, help, value) in engine_table(stats) {
         page.figure(name, twin, kind, help, &[(&[], value)]);
     }
-    let labels: Vec<[(&str, &str); 1]> = per_position.iter().map(|(position, _)| [("position", &**position)]).collect();
-    let samples: Vec<(&[(&str, &str)], f64)> =
-        labels.iter().zip(&per_position).map(|(label, (_, value))| (&label[..], *value)).collect();
+    let labels: Vec<[(&str, &str); 1]> = positions.iter().map(|position| [("position", &**position)]).collect();
+    let values = all.accepted_per_position.iter().map(|accepted| *accepted as f64);
+    let samples: Vec<(&[(&str, &str)], f64)> = labels.iter().map(|label| &label[..]).zip(values).collect();
     page.figure(
         "draft_tokens_accepted_per_position_total",
         "spec_decode_num_accepted_tokens_per_pos_total",
@@ -363,10 +360,34 @@ fn engine_figures(page: &mut Page, stats: &EngineStats, engine: &EngineHandle) {
         "Accepted drafts by their place in the window.",
         &samples,
     );
+    draft_sources(page, stats, &positions);
     disk_figures(page, &stats.disk);
     if let Some(last_round) = stats.last_round {
         let age = engine.now().since(last_round).as_secs_f64();
         page.figure("last_step_age_seconds", "", "gauge", "Since the last round ended.", &[(&[], age)]);
+    }
+}
+
+/// Drafts by source and place in the window.
+fn draft_sources(page: &mut Page, stats: &EngineStats, positions: &[String]) {
+    type PerPosition = fn(&DraftCounts) -> &[u64; DRAFTS_MAX];
+    let figures: [(&str, &str, PerPosition); 2] = [
+        ("draft_source_tokens_total", "Drafted tokens by source and place.", |counts| &counts.drafted_per_position),
+        ("draft_source_tokens_accepted_total", "Accepted drafts by source and place.", |counts| {
+            &counts.accepted_per_position
+        }),
+    ];
+    for (name, help, of) in figures {
+        let rows = DraftSource::ALL.into_iter().zip(&stats.drafts);
+        let samples: Vec<([(&str, &str); 2], f64)> = rows
+            .flat_map(|(source, counts)| {
+                let places = positions.iter().zip(of(counts));
+                places.map(move |(place, count)| ([("source", source.as_str()), ("position", &**place)], *count as f64))
+            })
+            .collect();
+        let samples: Vec<(&[(&str, &str)], f64)> =
+            samples.iter().map(|(labels, value)| (&labels[..], *value)).collect();
+        page.figure(name, "", "counter", help, &samples);
     }
 }
 

@@ -49,7 +49,7 @@ async fn wrong_chat_bodies_are_refused_by_field() {
         (json!({"response_format": {"type": "json_object"}}), "unsupported_parameter", "response_format"),
         (json!({"structured_outputs": {"choice": ["a"]}}), "unsupported_parameter", "structured_outputs"),
         (json!({"guided_regex": "a+"}), "unsupported_parameter", "guided_regex"),
-        (json!({"thinking_budget": 100}), "unsupported_parameter", "thinking_budget"),
+        (json!({"thinking_budget": "much"}), "invalid_type", "thinking_budget"),
         (json!({"functions": [{"name": "f"}]}), "unsupported_parameter", "functions"),
         (json!({"modalities": ["audio"]}), "unsupported_parameter", "modalities"),
         (json!({"suffix": "x"}), "unsupported_parameter", "suffix"),
@@ -73,7 +73,6 @@ async fn wrong_chat_bodies_are_refused_by_field() {
             "unsupported_parameter",
             "parallel_tool_calls",
         ),
-        (json!({"tools": tool(json!({})), "tool_choice": "required"}), "unsupported_value", "tool_choice"),
     ];
     for (fields, code, param) in cases {
         check(&server, "/v1/chat/completions", chat(fields), 400, code, Some(param)).await;

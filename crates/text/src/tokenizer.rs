@@ -11,7 +11,7 @@ use std::collections::{HashMap, HashSet};
 use serde_json::Value;
 
 use crate::TokenId;
-use crate::chat::{Marker, Prompt, Segment};
+use crate::chat::{Marker, Segment};
 
 /// Why a `tokenizer.json` cannot be used, or a text cannot be encoded.
 #[derive(Debug, thiserror::Error)]
@@ -136,9 +136,9 @@ impl Tokenizer {
     }
 
     /// Ids of a rendered prompt: markers by id, everything between them as plain text.
-    pub fn encode_prompt(&self, prompt: &Prompt) -> Result<Vec<TokenId>, TokenizerError> {
+    pub fn encode_segments(&self, segments: &[Segment]) -> Result<Vec<TokenId>, TokenizerError> {
         let mut ids = Vec::new();
-        for segment in &prompt.segments {
+        for segment in segments {
             match segment {
                 Segment::Marker(marker) => ids.push(self.markers.id(*marker)),
                 Segment::Text(text) => ids.extend(self.encode_plain(text)?),

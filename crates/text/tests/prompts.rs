@@ -399,11 +399,6 @@ fn a_wrong_body_is_refused_with_the_path_of_its_field() {
         ),
         (format!(r#"{{"messages":[{user}],"tool_choice":"required"}}"#), "conflicting_values", "tool_choice"),
         (
-            format!(r#"{{"messages":[{user}],"tools":[{tool}],"tool_choice":"required"}}"#),
-            "unsupported_value",
-            "tool_choice",
-        ),
-        (
             format!(r#"{{"messages":[{user}],"response_format":{{"type":"yaml"}}}}"#),
             "invalid_value",
             "response_format.type",
@@ -450,5 +445,39 @@ fn what_clients_send_unasked_is_accepted() {
         ),
     ] {
         assert!(read(body).is_ok(), "{why}: {:?}", read(body));
+    }
+}
+
+#[test]
+fn a_forced_call_opens_in_the_prompt_or_at_the_start_of_the_answer() {
+    let one = r#""tools":[{"type":"function","function":{"name":"f"}}]"#;
+    let two = r#""tools":[{"type":"function","function":{"name":"f"}},{"type":"function","function":{"name":"g"}}]"#;
+    let (on, off) = (r#""reasoning_effort":"high""#, r#""thinking":{"type":"disabled"}"#);
+    let named = r#""tool_choice":{"type":"function","function":{"name":"g"}}"#;
+    let (required, auto) = (r#""tool_choice":"required""#, r#""tool_choice":"auto""#);
+    let block = "\n\n<｜DSML｜ calls>\n";
+    let call = |name: &str| format!("<｜DSML｜ invoke name=\"{name}\">\n");
+    let cases = [
+        (one, auto, on, String::new()),
+        (two, required, on, block.to_owned()),
+        (two, required, off, String::new()),
+        (two, named, on, format!("{block}{}", call("g"))),
+        (two, named, off, call("g")),
+        (one, required, on, format!("{block}{}", call("f"))),
+        (one, required, off, call("f")),
+    ];
+    let tokenizer = tiny();
+    for (tools, choice, thinking, expected) in cases {
+        let body = format!(r#"{{"messages":[{{"role":"user","content":"Q"}}],{tools},{choice},{thinking}}}"#);
+        let prompt = render(&body);
+        let ids = prompt.opening_ids(&tokenizer).expect("format texts can be encoded");
+        assert_eq!(tokenizer.decode(&ids, false).expect("ids of the tokenizer"), expected, "{body}");
+        assert_eq!(prompt.text().ends_with(block), choice != auto && thinking == off, "{body}");
+        let start = match (choice != auto, thinking == off) {
+            (true, true) => ParseStart::Calls,
+            (_, true) => ParseStart::Content,
+            (_, false) => ParseStart::Reasoning,
+        };
+        assert_eq!(prompt.start, start, "{body}");
     }
 }

@@ -63,10 +63,12 @@ pub enum Fault {
     SeesChunks,
     /// L3: a snapshot at an odd position loses its newest row.
     SnapshotLosesOddRow,
+    /// L1: a given token has the log-probability of what would have been drawn.
+    ScoresTheDraw,
 }
 
 impl Fault {
-    pub const ALL: [Fault; 8] = [
+    pub const ALL: [Fault; 9] = [
         Fault::KeepsRejectedRows,
         Fault::EchoesDrafts,
         Fault::PenaltiesForgetTheWindow,
@@ -75,6 +77,7 @@ impl Fault {
         Fault::ForgetsToRelease,
         Fault::SeesChunks,
         Fault::SnapshotLosesOddRow,
+        Fault::ScoresTheDraw,
     ];
 }
 
@@ -354,8 +357,10 @@ impl HistoryModel {
             let mut row = DrawnRow { token, logprob: 0.0, next_logprob: 0.0, top_start: 0, top_count: 0 };
             if let Some(top_count) = window.logprobs {
                 row.logprob = logprob(hash, token);
-                let next = view.prompt.get(position as usize + 1);
-                row.next_logprob = next.map_or(0.0, |&next| logprob(hash, next));
+                row.next_logprob = match view.known_at(position + 1) {
+                    Some(_) if is_reply && self.options.fault == Fault::ScoresTheDraw => logprob(hash, token),
+                    known => known.map_or(0.0, |next| logprob(hash, next)),
+                };
                 let mut all: Vec<TokenId> = (0..self.options.limits.vocab_size).collect();
                 all.sort_by_key(|&token| (-score(hash, token), token));
                 row.top_start = drawn.top.len() as u32;

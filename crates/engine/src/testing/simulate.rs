@@ -13,11 +13,12 @@ use crate::channel::{self, Batch, Receiver};
 use crate::clock::{Clock, Time, VirtualClock};
 use crate::commit;
 use crate::disk::{Disk, DiskIdentity, DiskLimits, News, Shelf, Worker};
+use crate::forcing::{Forcing, Reasoning};
 use crate::limits::{DraftPolicy, EngineLimits};
 use crate::model::{Model, ModelLimits};
 use crate::prefix_cache::{CacheFault, PrefixCache};
 use crate::prefixes::{self, release};
-use crate::request::{FinishReason, Finished, Request, RequestId, Sampling};
+use crate::request::{DraftSource, FinishReason, Finished, Request, RequestId, Sampling};
 use crate::round::{Busy, Scratch, run_round};
 use crate::state::{State, Waiting};
 use crate::testing::disk::SimulatedDisk;
@@ -57,6 +58,26 @@ impl ReplyRecord {
     }
 }
 
+/// The token that follows `reply` by definition and not by a draw.
+fn given(forcing: &Forcing, reply: &[TokenId]) -> Option<TokenId> {
+    let answer = match &forcing.reasoning {
+        None => 0,
+        Some(reasoning) => {
+            let closed = reply.iter().position(|&token| token == reasoning.close);
+            let budget = reasoning.budget.map(|budget| budget as usize);
+            match (budget, closed) {
+                (Some(budget), Some(closed)) if closed < budget => closed + 1,
+                (Some(budget), _) if reply.len() >= budget + reasoning.closing.len() => {
+                    budget + reasoning.closing.len()
+                }
+                (Some(budget), _) => return reasoning.closing.get(reply.len().checked_sub(budget)?).copied(),
+                (None, closed) => closed? + 1,
+            }
+        }
+    };
+    forcing.opening.get(reply.len() - answer).copied()
+}
+
 /// What a request's reply is, by definition: no rounds, no drafts, no company.
 pub fn plain_reply(model_seed: u64, vocab_size: u32, request: &Request) -> (ReplyRecord, FinishReason) {
     let mut record = ReplyRecord::default();
@@ -75,7 +96,9 @@ pub fn plain_reply(model_seed: u64, vocab_size: u32, request: &Request) -> (Repl
         let Some(history) = hash else { break };
         let key = (request.prompt.len() + record.tokens.len()) as u64;
         let reply = record.tokens.iter().copied();
-        let token = draw(vocab_size, history, &request.sampling, key, &request.prompt, reply);
+        let given = request.forcing.as_ref().and_then(|forcing| given(forcing, &record.tokens));
+        let drawn = || draw(vocab_size, history, &request.sampling, key, &request.prompt, reply.clone());
+        let token = given.unwrap_or_else(drawn);
         record.tokens.push(token);
         record.logprobs.push(if request.logprobs.is_some() { logprob(history, token) } else { 0.0 });
         if request.end_ids.contains(&token) {
@@ -99,6 +122,11 @@ pub struct Report {
     pub rounds: u64,
     pub accepted: u64,
     pub rejected: u64,
+    /// Of these, copies from the context.
+    pub copies_accepted: u64,
+    pub copies_rejected: u64,
+    /// Given tokens that shared a round with the token before them.
+    pub known_rows: u64,
     /// Rounds that held windows of more than one sequence.
     pub shared_rounds: u64,
     /// Rounds that held prompt rows beside reply rows.
@@ -134,6 +162,9 @@ impl Report {
             (&mut self.rounds, other.rounds),
             (&mut self.accepted, other.accepted),
             (&mut self.rejected, other.rejected),
+            (&mut self.copies_accepted, other.copies_accepted),
+            (&mut self.copies_rejected, other.copies_rejected),
+            (&mut self.known_rows, other.known_rows),
             (&mut self.shared_rounds, other.shared_rounds),
             (&mut self.mixed_rounds, other.mixed_rounds),
             (&mut self.cut_prompts, other.cut_prompts),
@@ -243,6 +274,8 @@ fn schedule(seed: u64, fault: Fault) -> Schedule {
         queue_timeout: if short_waits { Duration::from_millis(5) } else { Duration::from_secs(1000) },
         draft: DraftPolicy {
             max: random.pick(&[0, 1, 3, 5, 7, 7]),
+            head: !random.one_in(4),
+            copy: random.one_in(2),
             adaptive: random.one_in(2),
             confidence_min: random.pick(&[0.0, 0.0, 0.3]),
         },
@@ -331,10 +364,31 @@ fn request(schedule: &mut Schedule) -> (Request, ReplyRecord, FinishReason) {
         score_prompt: logprobs.is_some() && random.one_in(2),
         deadline,
         snapshot_at,
+        forcing: random.one_in(3).then(|| forcing(random, vocab_size).into()),
     };
     let (expected, reason) = plain_reply(schedule.model.seed, vocab_size, &request);
     schedule.told.push(request.prompt.iter().chain(&expected.tokens).copied().collect());
     (request, expected, reason)
+}
+
+/// A reasoning with a budget, an opening of the answer, or both.
+fn forcing(random: &mut Random, vocab_size: u32) -> Forcing {
+    let tokens = |random: &mut Random, most: u32| -> Vec<TokenId> {
+        (0..random.between(0, most)).map(|_| random.between(0, vocab_size - 1)).collect()
+    };
+    let reasoning = (!random.one_in(3)).then(|| {
+        let close = random.between(0, vocab_size - 1);
+        let mut closing = tokens(random, 3);
+        closing.push(close);
+        closing.extend(tokens(random, 2));
+        Reasoning {
+            close,
+            budget: random.pick(&[None, Some(0), Some(1), Some(6), Some(20)]),
+            loop_guard: false,
+            closing,
+        }
+    });
+    Forcing { reasoning, opening: tokens(random, 9) }
 }
 
 struct Client {
@@ -586,6 +640,10 @@ impl Life {
         report.page_waits += stats.page_waits;
         report.accepted += stats.accepted;
         report.rejected += stats.drafted - stats.accepted;
+        let copies = &stats.drafts[DraftSource::Copy as usize];
+        report.copies_accepted += copies.accepted;
+        report.copies_rejected += copies.drafted - copies.accepted;
+        report.known_rows += stats.known_rows;
         let disk = self.cache.shelf.as_ref().map(Shelf::stats).unwrap_or_default();
         report.disk_writes += disk.writes;
         report.disk_hits += disk.hits;

@@ -142,7 +142,7 @@ fn draw_of<'a>(
         history,
         allowed: None,
         logprobs: window.logprobs,
-        next: window.logprobs.and_then(|_| view.prompt.get(position as usize).copied()),
+        next: window.logprobs.and_then(|_| view.known_at(position)),
     }
 }
 

@@ -1,7 +1,7 @@
 //! The blocks that every reply carries beside its text: usage, what the server did, drafts, times.
 
 use serde_json::{Map, Value, json};
-use tf_engine::{CacheSource, Sampling, limits::DRAFTS_MAX};
+use tf_engine::{CacheSource, DraftCounts, DraftSource, Sampling};
 use tf_text::TokenId;
 use tf_text::chat::Thinking;
 use tf_text::tokenizer::Tokenizer;
@@ -114,6 +114,9 @@ pub fn add_extensions(config: &ServerConfig, facts: &Facts, choices: &[Choice], 
     if finishes().any(|finish| finish.incomplete_call) {
         block["incomplete_call"] = true.into();
     }
+    if let Some(period) = all.iter().find_map(|stats| stats.looped) {
+        block["loop"] = period.into();
+    }
     let malformed: u32 = finishes().map(|finish| finish.malformed_markup).sum();
     if malformed > 0 {
         block["malformed_markup"] = malformed.into();
@@ -123,7 +126,7 @@ pub fn add_extensions(config: &ServerConfig, facts: &Facts, choices: &[Choice], 
     let drafted: u32 = all.iter().map(|stats| stats.drafted).sum();
     let accepted: u32 = all.iter().map(|stats| stats.accepted).sum();
     if drafted > 0 {
-        reply.insert("speculative".into(), speculative(config, &all, drafted, accepted, predicted));
+        reply.insert("speculative".into(), speculative(&all, drafted, accepted, predicted));
     }
     let prompt: usize = choices.iter().map(|choice| choice.prompt.len()).max().unwrap_or(0) - cached as usize;
     reply.insert(
@@ -152,32 +155,43 @@ fn cache(all: &[tf_engine::ReplyStats], cached: u32) -> Value {
     block
 }
 
-fn speculative(
-    config: &ServerConfig,
-    all: &[tf_engine::ReplyStats],
-    drafted: u32,
-    accepted: u32,
-    predicted: usize,
-) -> Value {
+fn speculative(all: &[tf_engine::ReplyStats], drafted: u32, accepted: u32, predicted: usize) -> Value {
     let windows: u32 = all.iter().map(|stats| stats.windows).sum();
-    let mut per_position = [(0, 0); DRAFTS_MAX];
+    let mut by_source = [DraftCounts::default(); DraftSource::ALL.len()];
     for stats in all {
-        for (sum, (drafted, accepted)) in
-            per_position.iter_mut().zip(stats.drafted_per_position.iter().zip(&stats.accepted_per_position))
-        {
-            sum.0 += drafted;
-            sum.1 += accepted;
-        }
+        by_source.iter_mut().zip(&stats.drafts).for_each(|(sum, counts)| sum.add(counts));
     }
-    let used = per_position.iter().take_while(|(drafted, _)| *drafted > 0).count();
-    let (drafted_per_position, accepted_per_position): (Vec<u32>, Vec<u32>) =
-        per_position[..used].iter().copied().unzip();
+    let mut total = DraftCounts::default();
+    by_source.iter().for_each(|counts| total.add(counts));
+    let used: Vec<DraftSource> =
+        DraftSource::ALL.into_iter().filter(|source| by_source[*source as usize].drafted > 0).collect();
+    let names: Vec<&str> = used.iter().map(|source| source.as_str()).collect();
+    let sources: Map<String, Value> = used
+        .iter()
+        .map(|source| {
+            let counts = &by_source[*source as usize];
+            let (drafted_per_position, accepted_per_position) = per_position(counts);
+            let entry = json!({
+                "drafted": counts.drafted, "accepted": counts.accepted,
+                "drafted_per_position": drafted_per_position, "accepted_per_position": accepted_per_position
+            });
+            (source.as_str().to_owned(), entry)
+        })
+        .collect();
+    let (drafted_per_position, accepted_per_position) = per_position(&total);
     json!({
-        "proposer": config.identity.proposer, "rounds": windows, "drafted": drafted, "accepted": accepted,
+        "proposer": names.join("+"), "rounds": windows, "drafted": drafted, "accepted": accepted,
         "acceptance_rate": rate(accepted as usize, f64::from(drafted)),
         "tokens_per_round": rate(predicted, f64::from(windows)),
-        "drafted_per_position": drafted_per_position, "accepted_per_position": accepted_per_position
+        "drafted_per_position": drafted_per_position, "accepted_per_position": accepted_per_position,
+        "sources": sources
     })
+}
+
+/// Drafted and accepted by place in the window, as far as anything was drafted.
+fn per_position(counts: &DraftCounts) -> (&[u64], &[u64]) {
+    let used = counts.drafted_per_position.iter().take_while(|drafted| **drafted > 0).count();
+    (&counts.drafted_per_position[..used], &counts.accepted_per_position[..used])
 }
 
 /// A log-probability as it is printed: minus infinity has no JSON number.

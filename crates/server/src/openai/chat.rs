@@ -14,7 +14,7 @@ use tf_text::reply::{CallIds, Delta, ReplyOptions};
 
 use crate::config::ReasoningField;
 use crate::error::ApiError;
-use crate::generate::{self, Asked, Choice, PromptInput, Step};
+use crate::generate::{self, Asked, Choice, PromptInput, ReasoningLimits, Step};
 use crate::http::{Server, json_response};
 use crate::ids;
 use crate::openai::blocks::{Facts, logprob_row};
@@ -109,7 +109,11 @@ fn prepare(server: &Server, body: &Json) -> Result<Prepared, ApiError> {
         token_ids: generation.return_token_ids,
     };
     let snapshot_at = generate::conversation_positions(&tokens, &config.tokenizer);
-    let prompt = PromptInput { tokens: tokens.into(), reading, snapshot_at };
+    let budget = chat.thinking_budget.map(|tokens| tokens.try_into().unwrap_or(u32::MAX));
+    let limits = ReasoningLimits { budget: budget.or(config.reasoning.budget), ..config.reasoning };
+    let forcing = generate::forcing(&prompt, limits, &config.tokenizer);
+    let forcing = forcing.map_err(|error| ApiError::internal(&error.to_string()))?.map(Arc::new);
+    let prompt = PromptInput { tokens: tokens.into(), reading, snapshot_at, forcing };
     Ok(Prepared { generation, facts, prompt, shape, logprobs })
 }
 
@@ -128,11 +132,6 @@ fn logprobs(fields: &Fields<'_>) -> Result<Option<u32>, BodyError> {
 /// Refuses by name what would change the reply and isn't built yet.
 fn refuse_unbuilt(body: &ChatBody) -> Result<(), ApiError> {
     let refuse = |code: &'static str, param: &str, message: &str| Err(ApiError::invalid(code, param, message));
-    if body.thinking_budget.is_some() {
-        let (param, message) =
-            ("thinking_budget", "a thinking budget is not built yet; leave it out or use reasoning_effort");
-        return refuse("unsupported_parameter", param, message);
-    }
     if body.request.response_format != ResponseFormat::Text {
         let message = "response_format is not built yet for JSON; leave it out or send {\"type\": \"text\"}";
         return refuse("unsupported_parameter", "response_format", message);
@@ -146,8 +145,8 @@ fn refuse_unbuilt(body: &ChatBody) -> Result<(), ApiError> {
             let message = "parallel_tool_calls: false is not built yet; leave it out";
             return refuse("unsupported_parameter", "parallel_tool_calls", message);
         }
-        if body.request.tool_choice.allowed.is_some() {
-            let message = "only \"auto\", \"none\" and \"required\" are built yet; names can't be held to";
+        if body.request.tool_choice.allowed.is_some() && body.request.forced_tool().is_none() {
+            let message = "a choice between some of the tools is not built yet: offer only those, or name one";
             return refuse("unsupported_value", "tool_choice", message);
         }
     }

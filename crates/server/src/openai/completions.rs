@@ -121,6 +121,7 @@ fn prepare(server: &Server, body: &Json) -> Result<Prepared, ApiError> {
         snapshot_at: generate::text_end(tokens.len()).to_vec(),
         tokens: tokens.into(),
         reading: plain_reading(&generation),
+        forcing: None,
     };
     let prompts = prompts.into_iter().map(reading).collect();
     let shape = CompletionShape {

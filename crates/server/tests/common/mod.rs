@@ -13,7 +13,9 @@ use tf_engine::model::{
 use tf_engine::testing::random::mix;
 use tf_engine::testing::{Drafter, HistoryModel, HistoryOptions};
 use tf_engine::{DraftPolicy, EngineHandle, EngineLimits, WallClock};
-use tf_server::{Identity, MetricsNames, ReasoningField, SamplingDefaults, Seeds, ServerConfig, Shutdown};
+use tf_server::{
+    Identity, MetricsNames, ReasoningField, ReasoningLimits, SamplingDefaults, Seeds, ServerConfig, Shutdown,
+};
 use tf_text::TokenId;
 use tf_text::chat::Marker;
 use tf_text::tokenizer::Tokenizer;
@@ -215,7 +217,7 @@ pub async fn start(setup: Setup) -> TestServer {
 pub async fn start_loading(setup: Setup) -> (TestServer, oneshot::Receiver<()>) {
     let gate = Arc::new(Gate::default());
     let mut limits = EngineLimits::for_model(&setup.model.limits);
-    limits.draft = DraftPolicy { max: 5, adaptive: false, confidence_min: 0.0 };
+    limits.draft = DraftPolicy { max: 5, adaptive: false, ..DraftPolicy::default() };
     (setup.limits)(&mut limits);
     let model = Gated { model: HistoryModel::new(setup.model), gate: gate.clone() };
     let (engine, thread) = tf_engine::spawn(model, limits, Arc::new(WallClock::new())).expect("test limits fit");
@@ -228,7 +230,6 @@ pub async fn start_loading(setup: Setup) -> (TestServer, oneshot::Receiver<()>) 
             backend: "history".to_string(),
             numerics: "release".to_string(),
             fingerprint: "tf-0000000000000000".to_string(),
-            proposer: "draft_head".to_string(),
             created: 1,
             trained_context: 1 << 20,
             size_bytes: None,
@@ -239,6 +240,7 @@ pub async fn start_loading(setup: Setup) -> (TestServer, oneshot::Receiver<()>) 
         max_tokens: Some(60),
         choices_max: 16,
         reasoning_field: ReasoningField::ReasoningContent,
+        reasoning: ReasoningLimits::default(),
         seeds: Seeds {
             of_prompt: Arc::new(|tokens| tokens.iter().fold(1, |seed, &token| mix(seed ^ u64::from(token)))),
             of_choice: |seed, choice| if choice == 0 { seed } else { mix(seed ^ u64::from(choice)) },

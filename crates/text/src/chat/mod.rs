@@ -213,6 +213,15 @@ pub struct Request {
 }
 
 impl Request {
+    /// The only tool that a reply can call, where it must call one.
+    pub fn forced_tool(&self) -> Option<&str> {
+        match (self.tool_choice.mode, &self.tool_choice.allowed, self.tools.as_slice()) {
+            (ToolMode::Required, Some(allowed), _) if allowed.len() == 1 => Some(&allowed[0]),
+            (ToolMode::Required, None, [tool]) => Some(&tool.name),
+            (ToolMode::Required | ToolMode::Auto | ToolMode::None, _, _) => None,
+        }
+    }
+
     /// Tools that the prompt shows.
     pub fn shown_tools(&self) -> &[Tool] {
         if self.tool_choice.mode == ToolMode::None { &[] } else { &self.tools }
@@ -239,11 +248,6 @@ pub enum ChatError {
     ForcedCallWithPrefix,
     #[error("tool_choice asks for a call, but no tools are given")]
     ForcedCallWithoutTools,
-    #[error(
-        "tool_choice \"required\" or a named function is not supported yet while thinking is on: switch thinking off \
-         for this request, or use \"auto\""
-    )]
-    ForcedCallWhileThinking,
 }
 
 /// A run of the prompt.
@@ -276,6 +280,8 @@ pub struct Prompt {
     /// Addresses of the images, in the order of their markers.
     pub images: Vec<String>,
     pub start: ParseStart,
+    /// What the reply's answer begins with where a call is asked for: after its reasoning, or at once without one.
+    pub opening: Vec<Segment>,
 }
 
 impl Prompt {
@@ -309,7 +315,12 @@ impl Prompt {
 
     /// The ids that the model reads.
     pub fn token_ids(&self, tokenizer: &Tokenizer) -> Result<Vec<TokenId>, TokenizerError> {
-        tokenizer.encode_prompt(self)
+        tokenizer.encode_segments(&self.segments)
+    }
+
+    /// The ids that the reply's answer begins with.
+    pub fn opening_ids(&self, tokenizer: &Tokenizer) -> Result<Vec<TokenId>, TokenizerError> {
+        tokenizer.encode_segments(&self.opening)
     }
 }
 

@@ -98,7 +98,6 @@ fn refuse(error: &ChatError) -> BodyError {
         ChatError::ForcedCallWithPrefix | ChatError::ForcedCallWithoutTools => {
             (Code::ConflictingValues, "tool_choice".into())
         }
-        ChatError::ForcedCallWhileThinking => (Code::UnsupportedValue, "tool_choice".into()),
     };
     BodyError { code, param: Some(param), message: error.to_string() }
 }

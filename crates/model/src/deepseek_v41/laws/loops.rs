@@ -240,7 +240,7 @@ pub fn reply(
         let piece = Piece { slot: 0, start, tokens: &window, prompt_end, whole: false, draw: draw.clone() };
         let mut round = plan(&[piece]);
         round.windows[0].logprobs = Some(3);
-        let view = SequenceView { sampling, prompt, reply: &out.tokens };
+        let view = SequenceView { sampling, prompt, reply: &out.tokens, given: &[] };
         model.forward(&round, &[view], &mut drawn).map_err(|error| error.to_string())?;
         out.rounds += 1;
         if draw.is_empty() {

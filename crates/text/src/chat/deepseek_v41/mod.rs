@@ -115,14 +115,31 @@ pub fn encode(request: &Request) -> Result<Prompt, ChatError> {
     if start.is_none() && request.add_generation_prompt {
         writer.marker(Marker::Assistant);
         writer.marker(header);
-        if request.tool_choice.mode == ToolMode::Required {
+        if request.tool_choice.mode == ToolMode::Required && !thinking {
             writer.text("\n\n");
             writer.template(CALLS_OPEN);
             start = Some(ParseStart::Calls);
         }
     }
     let fresh = if thinking { ParseStart::Reasoning } else { ParseStart::Content };
-    Ok(Prompt { segments: writer.segments, images: writer.images, start: start.unwrap_or(fresh) })
+    let start = start.unwrap_or(fresh);
+    Ok(Prompt { segments: writer.segments, images: writer.images, start, opening: opening(request, start) })
+}
+
+/// What the answer begins with: the opened block, which a prompt without reasoning holds already, and the name of the
+/// only tool that can be called.
+fn opening(request: &Request, start: ParseStart) -> Vec<Segment> {
+    let mut writer = Writer::default();
+    if request.tool_choice.mode == ToolMode::Required {
+        if start != ParseStart::Calls {
+            writer.text("\n\n");
+            writer.template(CALLS_OPEN);
+        }
+        if let Some(name) = request.forced_tool() {
+            writer.call_open(name);
+        }
+    }
+    writer.segments
 }
 
 fn check(request: &Request) -> Result<(), ChatError> {
@@ -143,9 +160,6 @@ fn check(request: &Request) -> Result<(), ChatError> {
         }
         if request.continues() {
             return Err(ChatError::ForcedCallWithPrefix);
-        }
-        if request.thinking.is_on() {
-            return Err(ChatError::ForcedCallWhileThinking);
         }
     }
     Ok(())
@@ -303,6 +317,12 @@ impl Writer {
         self.text(&RESPONSE_FORMAT.replace("{schema}", &schema));
     }
 
+    fn call_open(&mut self, name: &str) {
+        self.template("<｜DSML｜ invoke name=\"");
+        self.text(name);
+        self.text("\">\n");
+    }
+
     fn calls(&mut self, calls: &[ToolCall]) {
         if calls.is_empty() {
             return;
@@ -310,9 +330,7 @@ impl Writer {
         self.text("\n\n");
         self.template(CALLS_OPEN);
         for call in calls {
-            self.template("<｜DSML｜ invoke name=\"");
-            self.text(&call.name);
-            self.text("\">\n");
+            self.call_open(&call.name);
             match Value::parse(&call.arguments) {
                 Ok(Value::Object(arguments)) => {
                     for (index, (key, value)) in arguments.iter().enumerate() {
