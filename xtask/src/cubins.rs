@@ -1,17 +1,23 @@
 //! Compiles every CUDA source for every architecture with a pinned NVRTC, on a machine without a GPU, and reads back
 //! what the compiler says of each kernel: registers, shared memory, stack. A spill or a breached limit fails.
 //!
-//! Cubins go to `target/cubins/`, from where a build with the `cuda` feature embeds them; they are never committed.
+//! Cubins go to `target/cubins/`, compressed and named after their sources' key; a build with the `cuda` feature embeds those
+//! whose key is that of its own sources. They are never committed.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, PoisonError};
 
 use anyhow::{Context, Result, bail};
 
 use crate::check::root;
+
+#[path = "../../crates/kernels/cubin_key.rs"]
+mod cubin_key;
 
 /// One version for everything that ships: register counts and SASS belong to it.
 const WHEELS: &[&str] = &[
@@ -160,23 +166,9 @@ pub fn resources(log: &str) -> BTreeMap<String, Resources> {
     kernels
 }
 
-/// Every CUDA source below the kernel families.
-pub fn sources() -> Result<Vec<PathBuf>> {
-    let mut found = Vec::new();
-    for family in fs::read_dir(root().join("crates/kernels/src"))? {
-        let family = family?.path();
-        if !family.is_dir() {
-            continue;
-        }
-        for file in fs::read_dir(&family)? {
-            let file = file?.path();
-            if file.extension().is_some_and(|extension| extension == "cu") {
-                found.push(file);
-            }
-        }
-    }
-    found.sort();
-    Ok(found)
+/// Every CUDA source below the kernel families, by program.
+pub fn sources() -> Result<Vec<(String, PathBuf)>> {
+    Ok(cubin_key::sources(&root().join("crates/kernels/src"))?)
 }
 
 /// Folder of the wheels; fetched with pip on first use.
@@ -209,6 +201,34 @@ pub fn missing() -> Option<String> {
     None
 }
 
+/// One source for one architecture, and what the compiler said of it.
+struct Job<'a> {
+    program: &'a str,
+    source: &'a Path,
+    architecture: &'static str,
+    /// The compressed cubin, beside which the compiler's log lies.
+    cubin: PathBuf,
+}
+
+impl Job<'_> {
+    fn log(&self) -> PathBuf {
+        self.cubin.with_extension("log")
+    }
+
+    /// The compiler's log; what an earlier run made of the same sources counts.
+    fn run(&self, nvrtc: &Nvrtc, include: &Path) -> Result<String> {
+        if self.cubin.is_file()
+            && let Ok(log) = fs::read_to_string(self.log())
+        {
+            return Ok(log);
+        }
+        let compiled = nvrtc.compile(self.source, self.architecture, include)?;
+        fs::write(self.log(), &compiled.log)?;
+        fs::write(&self.cubin, miniz_oxide::deflate::compress_to_vec_zlib(&compiled.cubin, 8))?;
+        Ok(compiled.log)
+    }
+}
+
 /// Compiles all, prints one line a kernel for sm_90a, and fails on a spill or a breached limit.
 pub fn run() -> Result<()> {
     let sources = sources()?;
@@ -220,43 +240,89 @@ pub fn run() -> Result<()> {
     let include = folder.join("nvidia/cu13/include");
     let out = root().join("target/cubins");
     fs::create_dir_all(&out)?;
-    let (mut kernels, mut problems) = (0, Vec::new());
-    for source in &sources {
-        let family = source.parent().and_then(Path::file_name).context("a source lies in a family")?.to_string_lossy();
-        let stem = source.file_stem().context("a source has a stem")?.to_string_lossy();
-        for (architecture, shared_max, registers_max) in ARCHITECTURES {
-            let compiled = nvrtc.compile(source, architecture, &include)?;
-            fs::write(out.join(format!("{family}.{stem}.sm_{architecture}.cubin")), &compiled.cubin)?;
-            let found = resources(&compiled.log);
-            if found.is_empty() {
-                problems.push(format!("{family}/{stem} for sm_{architecture}: the log names no kernel"));
-            }
-            for (kernel, figures) in found {
-                kernels += 1;
-                if *architecture == "90a" {
-                    println!(
-                        "{family}/{kernel}: {} registers, {} shared bytes, {} stack bytes",
-                        figures.registers, figures.shared_bytes, figures.stack_bytes
-                    );
-                }
-                let let_pass = if *architecture == MEASURED { 0 } else { SPILL_BYTES_MAX };
-                if figures.stack_bytes > let_pass || figures.spill_bytes > let_pass {
-                    problems.push(format!("{kernel} for sm_{architecture} spills: {figures:?}"));
-                }
-                if figures.shared_bytes > *shared_max {
-                    problems.push(format!("{kernel} for sm_{architecture}: more than {shared_max} shared bytes"));
-                }
-                if figures.registers * 32 > *registers_max {
-                    problems.push(format!("{kernel} for sm_{architecture}: one warp needs too many registers"));
-                }
-            }
+    let includes = cubin_key::includes(&root().join("crates/kernels/src"))?;
+    let mut jobs = Vec::new();
+    for (program, source) in &sources {
+        let key = cubin_key::key(&includes, &fs::read_to_string(source)?);
+        for (architecture, ..) in ARCHITECTURES {
+            let cubin = out.join(format!("{program}.sm_{architecture}.{key}.cubin.z"));
+            jobs.push(Job { program, source, architecture, cubin });
         }
+    }
+    let logs = compile_all(&jobs, &nvrtc, &include)?;
+    remove_old(&out, &jobs)?;
+    let (mut kernels, mut problems) = (0, Vec::new());
+    for (job, log) in jobs.iter().zip(logs) {
+        kernels += judge(job, &log, &mut problems);
     }
     println!("{} sources, {kernels} kernels over {} architectures", sources.len(), ARCHITECTURES.len());
     if !problems.is_empty() {
         bail!("{}", problems.join("\n"));
     }
     Ok(())
+}
+
+/// Every job's log, the jobs dealt to a thread a core.
+fn compile_all(jobs: &[Job<'_>], nvrtc: &Nvrtc, include: &Path) -> Result<Vec<String>> {
+    let next = AtomicUsize::new(0);
+    let logs: Vec<Mutex<Option<Result<String>>>> = jobs.iter().map(|_| Mutex::new(None)).collect();
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    std::thread::scope(|scope| {
+        for _ in 0..threads {
+            scope.spawn(|| {
+                while let Some((job, log)) = {
+                    let index = next.fetch_add(1, Ordering::Relaxed);
+                    jobs.get(index).zip(logs.get(index))
+                } {
+                    *log.lock().unwrap_or_else(PoisonError::into_inner) = Some(job.run(nvrtc, include));
+                }
+            });
+        }
+    });
+    let taken = |log: Mutex<Option<Result<String>>>| log.into_inner().unwrap_or_else(PoisonError::into_inner);
+    logs.into_iter().map(|log| taken(log).context("every job has run")?).collect()
+}
+
+/// Removes what earlier sources left behind.
+fn remove_old(folder: &Path, jobs: &[Job<'_>]) -> Result<()> {
+    let current: BTreeSet<PathBuf> = jobs.iter().flat_map(|job| [job.cubin.clone(), job.log()]).collect();
+    for file in fs::read_dir(folder)? {
+        let path = file?.path();
+        if !current.contains(&path) {
+            fs::remove_file(&path)?;
+        }
+    }
+    Ok(())
+}
+
+/// Holds the kernels of one log to the architecture's limits; returns how many there are.
+fn judge(job: &Job<'_>, log: &str, problems: &mut Vec<String>) -> usize {
+    let Job { program, architecture, .. } = job;
+    let found = resources(log);
+    if found.is_empty() {
+        problems.push(format!("{program} for sm_{architecture}: the log names no kernel"));
+    }
+    let limits = ARCHITECTURES.iter().find(|(name, ..)| name == architecture);
+    let (shared_max, registers_max) = limits.map_or((0, 0), |(_, shared, registers)| (*shared, *registers));
+    for (kernel, figures) in &found {
+        if *architecture == MEASURED {
+            println!(
+                "{program}/{kernel}: {} registers, {} shared bytes, {} stack bytes",
+                figures.registers, figures.shared_bytes, figures.stack_bytes
+            );
+        }
+        let let_pass = if *architecture == MEASURED { 0 } else { SPILL_BYTES_MAX };
+        if figures.stack_bytes > let_pass || figures.spill_bytes > let_pass {
+            problems.push(format!("{kernel} for sm_{architecture} spills: {figures:?}"));
+        }
+        if figures.shared_bytes > shared_max {
+            problems.push(format!("{kernel} for sm_{architecture}: more than {shared_max} shared bytes"));
+        }
+        if figures.registers * 32 > registers_max {
+            problems.push(format!("{kernel} for sm_{architecture}: one warp needs too many registers"));
+        }
+    }
+    found.len()
 }
 
 #[cfg(test)]

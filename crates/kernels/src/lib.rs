@@ -8,6 +8,8 @@
 //! file and no environment, and knows no layer number.
 
 pub mod contract;
+#[cfg(feature = "cuda")]
+pub mod cubins;
 pub mod families;
 pub mod gpu;
 pub mod numerics_policy;
@@ -39,4 +41,5 @@ pub mod quantise;
 pub mod rms_norm;
 pub mod rope;
 pub mod sample;
+pub mod tensor_step;
 pub mod top_k;

@@ -27,7 +27,7 @@ impl Gpu {
     ///
     /// # Errors
     /// Those of `launches`; [`CudaError::Driver`].
-    pub fn capture(&self, launches: impl FnOnce() -> Result<(), CudaError>) -> Result<Graph, CudaError> {
+    pub fn capture<E: From<CudaError>>(&self, launches: impl FnOnce() -> Result<(), E>) -> Result<Graph, E> {
         self.inner.enter()?;
         let stream = self.inner.stream;
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;

@@ -13,6 +13,7 @@ mod error;
 mod gpu;
 mod graph;
 mod launch;
+pub mod nvrtc;
 mod staging;
 
 pub use buffer::GpuBuffer;

@@ -1,46 +1,74 @@
-//! Launches of the skinny CUDA linears: FP8, bf16 and the head, for 1 to 32 rows.
+//! Launches of the CUDA linears: FP8, bf16 and the head, for any number of rows.
 //!
-//! The chunk of columns is a constant of the operator ([`chunks`]): it fixes the order of every sum. Members, warps and
-//! phases only decide who computes what, and change no bit. The definition of the bits is [`tf_numerics::fma16`].
+//! The chunk of columns is a constant of the operator ([`chunk`]): it fixes the order of every sum. Row tiles, members,
+//! warps and phases only decide who computes what, and change no bit. The definition of the bits is
+//! [`tf_numerics::fma16::chunked_dot`] over the columns, bf16 inputs and bf16 weights.
 
-use std::sync::Arc;
-use tf_device::cuda::{CudaError, Gpu, GpuBuffer, Kernel, Module, Parameter, Shape};
+use super::Finish;
+use tf_device::gpu::{Binding, GpuLimits, GpuQueue, Launch, Program, ShapeBytes, Tuning, bytes_of};
+use tf_device::{Buffer, LaunchError};
 
 /// Rows of one launch at most.
-pub const ROWS_MAX: usize = 32;
+const ROWS_MAX: usize = 32;
+/// Rows at most whose inputs are rounded where they are staged; more are rounded once before.
+const DIRECT_ROWS_MAX: usize = 8;
 const SLAB: usize = 16;
 const BLOCK: usize = 32;
 const WARPS_MAX: usize = 16;
 /// Blocks of a cluster on every device that has them.
 const CLUSTER_MAX: usize = 8;
+/// Shared memory that kernels declare, beside what a launch asks for.
+const STATIC_SHARED: usize = 1024;
+/// Rows from which on the kernels of `tile.cuh` are quicker than tiles of 32 rows, where there are such kernels.
+const TILED_ROWS_MIN: usize = 65;
+/// Threads of a tile's block, and stages of its inputs in shared memory.
+const TILE_THREADS: usize = 384;
+const TILE_SLOTS: usize = 5;
+/// Columns of a stage, rows of an atom and bytes of one stage of it.
+pub(crate) const STAGE: usize = 64;
+pub(crate) const ATOM: usize = 8;
+pub(crate) const ATOM_BYTES: usize = 1024;
 
-/// Columns of a chunk, a constant of each operator.
-pub mod chunks {
-    pub const WQ_A_WKV: usize = 640;
-    pub const WQ_B: usize = 640;
-    pub const WO_A: usize = 1024;
-    pub const WO_B: usize = 2048;
-    pub const EXPERT_UP: usize = 1280;
-    pub const EXPERT_DOWN: usize = 576;
-    pub const ROUTER: usize = 320;
-    pub const COMPRESSOR: usize = 640;
-    pub const INDEX_QUERY: usize = 640;
-    pub const ENGRAM: usize = 3072;
-    pub const MAIN_PROJECTION: usize = 1920;
-}
+static INPUTS: Program = crate::gpu::program("linear", None, true);
+static FP8: Program = crate::gpu::program("linear_fp8", None, true);
+static BF16: Program = crate::gpu::program("linear_bf16", None, true);
+static HEAD: Program = crate::gpu::program("lm_head", None, true);
 
 /// How a weight is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
     Fp8,
     Bf16,
-    /// bf16, one chunk, with the argmax of each row.
+    /// bf16 in one chunk.
     Head,
 }
 
+/// Columns of a chunk: a function of the format and the column count alone, so that every row of every weight of an
+/// operator has one order of sums, however its rows are cut over launches or devices.
+pub const fn chunk(format: Format, columns: usize) -> usize {
+    match (format, columns) {
+        (Format::Head, _) => columns.next_multiple_of(BLOCK),
+        (Format::Bf16, _) => 640,
+        (Format::Fp8, 2304) => 576,
+        (Format::Fp8, 4096) => 1024,
+        (Format::Fp8, 6144) => 3072,
+        (Format::Fp8, 8192) => 2048,
+        (Format::Fp8, 15_360) => 1920,
+        (Format::Fp8, _) => 640,
+    }
+}
+
 impl Format {
+    fn program(self) -> &'static Program {
+        match self {
+            Format::Fp8 => &FP8,
+            Format::Bf16 => &BF16,
+            Format::Head => &HEAD,
+        }
+    }
+
     /// Bytes of one block of one slab.
-    pub const fn block_bytes(self) -> usize {
+    const fn block_bytes(self) -> usize {
         match self {
             Format::Fp8 => 512,
             Format::Bf16 | Format::Head => 1024,
@@ -74,7 +102,7 @@ impl Format {
 
 /// Who computes the chunks of a slab. Changes no bit.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Fold {
+enum Fold {
     /// Warps of one block, which holds the inputs of all chunks.
     Together,
     /// Blocks of one cluster, a chunk each (compute capability 9.0 and later, up to 8 chunks).
@@ -83,94 +111,101 @@ pub enum Fold {
     Apart,
 }
 
-/// A linear's fixed figures.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Operator {
-    pub format: Format,
-    /// Weight rows, a multiple of 16 in every group.
-    pub weight_rows: usize,
-    /// Columns of a group, a multiple of 32.
-    pub columns: usize,
-    /// 1, or the block count of `wo_a`: each block of weight rows has its own columns of `x`.
-    pub groups: usize,
-    pub chunk: usize,
+/// What a plan must know of the device.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Chip {
+    pub units: usize,
+    pub shared_bytes: usize,
+    /// Clusters and programmatic launches: compute capability 9.0 and later.
+    pub hopper: bool,
+    /// The matrix instruction of warpgroups, which compute capability 9.0 alone has.
+    pub warpgroups: bool,
 }
 
-/// What only changes speed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Tuning {
-    /// The way to fold, where it is possible; else the first that is.
-    pub fold: Option<Fold>,
-    /// May start while the launch before it ends.
-    pub overlap: bool,
-}
+impl Chip {
+    pub fn of(limits: &GpuLimits) -> Chip {
+        let digits = limits.target.trim_end_matches(|c: char| c.is_ascii_lowercase());
+        Chip {
+            units: (limits.units as usize).max(1),
+            shared_bytes: (limits.shared_bytes_max as usize).saturating_sub(STATIC_SHARED),
+            hopper: digits.parse::<u32>().is_ok_and(|capability| capability >= 90),
+            warpgroups: limits.target == "90a",
+        }
+    }
 
-impl Default for Tuning {
-    fn default() -> Tuning {
-        Tuning { fold: None, overlap: true }
+    /// Whether a launch of so many rows takes its inputs as tiles.
+    pub fn tiles(self, rows: usize) -> bool {
+        self.warpgroups && rows >= TILED_ROWS_MIN
     }
 }
 
-/// The addresses of a launch, on the device.
-#[derive(Clone, Copy, Debug)]
-pub struct Addresses {
-    /// Packed by the family's `pack_cuda`.
-    pub weights: u64,
-    /// 0 where the format has none.
-    pub scales: u64,
-    /// `[rows, groups * columns]` bf16.
-    pub x: u64,
-    /// `[rows, weight_rows]` float32 or bf16; 0 where only the argmax is wanted.
-    pub out: u64,
-    pub out_is_bf16: bool,
-    /// `[rows]` u32 of the head, else 0.
-    pub best_index: u64,
+/// A linear's fixed figures: both weights of a launch together.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Operator {
+    format: Format,
+    slabs: usize,
+    /// Of 32 columns, in a group.
+    blocks: usize,
+    groups: usize,
+    /// In blocks.
+    chunk: usize,
+}
+
+#[derive(Debug)]
+struct Plan {
+    kernel: &'static str,
+    groups: usize,
+    threads: usize,
+    shared_bytes: usize,
+    cluster: usize,
+    phases: usize,
+    chunk_blocks: usize,
+    sums_at: usize,
+    fold: Fold,
 }
 
 impl Operator {
-    pub const fn slabs(&self) -> usize {
-        self.weight_rows / SLAB
+    const fn chunk_count(&self) -> usize {
+        self.blocks.div_ceil(self.chunk)
     }
 
-    const fn blocks(&self) -> usize {
-        self.columns / BLOCK
-    }
-
-    pub const fn chunk_count(&self) -> usize {
-        self.columns.div_ceil(self.chunk)
-    }
-
-    /// Bytes of the packed weight and its scales: what a launch must read.
-    pub const fn weight_bytes(&self) -> usize {
-        let scales = match self.format {
-            Format::Fp8 => self.slabs().div_ceil(2) * scale_stride(self.columns),
-            Format::Bf16 | Format::Head => 0,
-        };
-        self.slabs() * self.blocks() * self.format.block_bytes() + scales
+    /// The most rows of one launch, and how it is cut.
+    ///
+    /// # Errors
+    /// [`LaunchError::Limit`] where even eight rows need more shared memory than there is.
+    fn plan(&self, rows: usize, chip: Chip) -> Result<(usize, Plan), LaunchError> {
+        let mut tile = rows.min(ROWS_MAX);
+        loop {
+            let plan = self.plan_tile(tile, chip);
+            if plan.shared_bytes <= chip.shared_bytes {
+                return Ok((tile, plan));
+            }
+            if tile <= 8 {
+                LaunchError::check_limit("a linear's shared memory", plan.shared_bytes, chip.shared_bytes)?;
+            }
+            tile = if tile > 16 { 16 } else { 8 };
+        }
     }
 
     /// The first way to fold that the device can take: kernel, grid and staging.
-    fn plan(&self, rows: usize, gpu: &Gpu, tuning: Tuning) -> Plan {
+    fn plan_tile(&self, rows: usize, chip: Chip) -> Plan {
         // Where every block would read more inputs than this, reading one chunk of them is quicker.
-        let read = self.blocks() * tiles(rows) * 512;
+        let read = self.blocks * tiles(rows) * 512;
         let preferred = match self.format {
             Format::Bf16 if read > 100 << 10 => Fold::Cluster,
             Format::Fp8 if read > 150 << 10 && self.chunk_count() == 4 => Fold::Apart,
             _ => Fold::Together,
         };
-        let ways = [tuning.fold.unwrap_or(preferred), Fold::Together];
-        let possible = ways.into_iter().find_map(|fold| self.plan_fold(rows, gpu, fold, tuning));
-        possible.unwrap_or_else(|| self.plan_apart(rows, gpu, tuning.overlap))
+        let possible = [preferred, Fold::Together].into_iter().find_map(|fold| self.plan_fold(rows, chip, fold));
+        possible.unwrap_or_else(|| self.plan_apart(rows, chip))
     }
 
-    fn plan_fold(&self, rows: usize, gpu: &Gpu, fold: Fold, tuning: Tuning) -> Option<Plan> {
+    fn plan_fold(&self, rows: usize, chip: Chip, fold: Fold) -> Option<Plan> {
         let chunks = self.chunk_count();
-        let overlap = tuning.overlap;
         let possible = match fold {
             Fold::Together => chunks <= WARPS_MAX,
             Fold::Cluster => {
-                let has_kernels = !self.format.kernels(fold).is_empty();
-                has_kernels && gpu.capability.0 >= 9 && (2..=CLUSTER_MAX).contains(&chunks)
+                !self.format.kernels(fold).is_empty() && chip.hopper && (2..=CLUSTER_MAX).contains(&chunks)
             }
             Fold::Apart => chunks > 1,
         };
@@ -178,55 +213,55 @@ impl Operator {
             return None;
         }
         let plan = match fold {
-            Fold::Together => self.plan_together(rows, gpu, tuning),
-            Fold::Cluster => self.plan_cluster(rows, gpu, overlap),
-            Fold::Apart => self.plan_apart(rows, gpu, overlap),
+            Fold::Together => self.plan_together(rows, chip),
+            Fold::Cluster => self.plan_cluster(rows, chip),
+            Fold::Apart => self.plan_apart(rows, chip),
         };
-        (plan.shape.shared_bytes <= gpu.shared_bytes_max.saturating_sub(1024)).then_some(plan)
+        (plan.shared_bytes <= chip.shared_bytes).then_some(plan)
     }
 
-    fn plan_together(&self, rows: usize, gpu: &Gpu, tuning: Tuning) -> Plan {
-        let (chunks, group_slabs) = (self.chunk_count(), self.slabs() / self.groups);
+    fn plan_together(&self, rows: usize, chip: Chip) -> Plan {
+        let (chunks, group_slabs) = (self.chunk_count(), self.slabs / self.groups);
         let teams_room = WARPS_MAX / chunks.min(WARPS_MAX);
-        let members = (gpu.multiprocessors / self.groups).clamp(1, group_slabs);
+        let members = (chip.units / self.groups).clamp(1, group_slabs);
         let wanted = group_slabs.div_ceil(members);
         let teams = wanted.div_ceil(wanted.div_ceil(teams_room));
         let members = if wanted <= teams_room { group_slabs.div_ceil(teams) } else { members };
         let mine = group_slabs.div_ceil(members);
         let sums = if chunks > 1 { teams * 2 * chunks * tiles(rows) * 512 } else { 0 };
-        self.staged(rows, gpu, Fold::Together, [members, teams * chunks, mine, sums], tuning.overlap)
+        self.staged(rows, chip, Fold::Together, [members, teams * chunks, mine, sums])
     }
 
-    fn plan_cluster(&self, rows: usize, gpu: &Gpu, overlap: bool) -> Plan {
-        let (chunks, group_slabs) = (self.chunk_count(), self.slabs() / self.groups);
-        let members = (gpu.multiprocessors / (self.groups * chunks)).clamp(1, group_slabs);
+    fn plan_cluster(&self, rows: usize, chip: Chip) -> Plan {
+        let (chunks, group_slabs) = (self.chunk_count(), self.slabs / self.groups);
+        let members = (chip.units / (self.groups * chunks)).clamp(1, group_slabs);
         let mine = group_slabs.div_ceil(members);
         let sums = mine.next_multiple_of(chunks) * tiles(rows) * 512;
         let warps = mine.div_ceil(mine.div_ceil(WARPS_MAX));
-        self.staged(rows, gpu, Fold::Cluster, [group_slabs.div_ceil(mine), warps, mine, sums], overlap)
+        self.staged(rows, chip, Fold::Cluster, [group_slabs.div_ceil(mine), warps, mine, sums])
     }
 
-    fn plan_apart(&self, rows: usize, gpu: &Gpu, overlap: bool) -> Plan {
-        let (chunks, group_slabs) = (self.chunk_count(), self.slabs() / self.groups);
-        let members = (gpu.multiprocessors / (self.groups * chunks)).clamp(1, group_slabs);
+    fn plan_apart(&self, rows: usize, chip: Chip) -> Plan {
+        let (chunks, group_slabs) = (self.chunk_count(), self.slabs / self.groups);
+        let members = (chip.units / (self.groups * chunks)).clamp(1, group_slabs);
         let mine = group_slabs.div_ceil(members);
         let warps = mine.div_ceil(mine.div_ceil(WARPS_MAX));
-        self.staged(rows, gpu, Fold::Apart, [members, warps, mine, 0], overlap)
+        self.staged(rows, chip, Fold::Apart, [members, warps, mine, 0])
     }
 
-    fn staged(&self, rows: usize, gpu: &Gpu, fold: Fold, figures: [usize; 4], overlap: bool) -> Plan {
+    fn staged(&self, rows: usize, chip: Chip, fold: Fold, figures: [usize; 4]) -> Plan {
         let [members, warps, mine, sums] = figures;
         let chunks = self.chunk_count();
         let input_bytes = |blocks: usize| tiles(rows) * 8 * (blocks * 64 + 32);
-        let chunk_blocks = (self.chunk / BLOCK).min(self.blocks());
-        let last = self.blocks() - (chunks - 1) * chunk_blocks;
+        let chunk_blocks = self.chunk.min(self.blocks);
+        let last = self.blocks - (chunks - 1) * chunk_blocks;
         let (parts, staged) = match fold {
-            Fold::Together => (self.groups, self.blocks()),
+            Fold::Together => (self.groups, self.blocks),
             Fold::Cluster | Fold::Apart => (self.groups * chunks, chunk_blocks),
         };
         let codes = if self.format == Format::Fp8 { mine * ((staged + 15) & !7) } else { 0 };
         let mut phases = 1;
-        while chunks == 1 && input_bytes(staged / phases) + codes > gpu.shared_bytes_max.saturating_sub(1024) {
+        while chunks == 1 && phases < staged && input_bytes(staged / phases) + codes > chip.shared_bytes {
             phases += 1;
             while !staged.is_multiple_of(phases) {
                 phases += 1;
@@ -236,12 +271,12 @@ impl Operator {
         let fits = |(depth, most, _): &&(usize, usize, &str)| {
             warps <= *most && (chunk_blocks / phases).is_multiple_of(*depth) && last.is_multiple_of(*depth)
         };
-        let kernel = kernels.iter().find(fits).map_or(kernels[kernels.len() - 1].2, |(.., name)| name);
+        let fallback = kernels.len() - 1;
+        let kernel = kernels[..fallback].iter().find(fits).map_or(kernels[fallback].2, |(.., name)| name);
         let sums_at = (input_bytes(staged / phases) + codes).next_multiple_of(16);
         let cluster = if fold == Fold::Cluster { chunks } else { 1 };
-        let shape =
-            Shape { blocks: members * parts, threads: warps * 32, shared_bytes: sums_at + sums, cluster, overlap };
-        Plan { kernel, shape, phases, chunk_blocks, sums_at, fold }
+        let (groups, threads, shared_bytes) = (members * parts, warps * 32, sums_at + sums);
+        Plan { kernel, groups, threads, shared_bytes, cluster, phases, chunk_blocks, sums_at, fold }
     }
 }
 
@@ -256,117 +291,415 @@ const fn tiles(rows: usize) -> usize {
 
 /// Bytes of a row of packed FP8 scales.
 const fn scale_stride(columns: usize) -> usize {
-    (columns / BLOCK).next_multiple_of(crate::linear_fp8::pack_cuda::SCALE_ALIGNMENT)
+    columns.div_ceil(BLOCK).next_multiple_of(crate::linear_fp8::pack_cuda::SCALE_ALIGNMENT)
 }
 
-#[derive(Debug)]
-struct Plan {
-    kernel: &'static str,
-    shape: Shape,
-    phases: usize,
-    chunk_blocks: usize,
-    sums_at: usize,
-    fold: Fold,
+/// The input of a linear.
+#[derive(Clone, Copy)]
+pub(crate) enum Input<'a> {
+    /// `[rows, groups * columns]` f32 that holds bf16 values (others are rounded); with the rows that are wanted, if not
+    /// all from the first on.
+    F32 { buffer: &'a Buffer, chosen: Option<&'a [u32]> },
+    /// `[rows, groups, columns rounded up to 32]` bf16, the padding zero; as tiles ([`tile_bytes`]) where [`Chip::tiles`] says
+    /// so.
+    Bf16 { buffer: &'a Buffer },
 }
 
-/// The three families' kernels and the scratch that one stream of launches shares.
-#[derive(Debug)]
-pub struct Linears {
-    kernels: Vec<Kernel>,
-    partials: GpuBuffer,
-    counters: GpuBuffer,
-    best: GpuBuffer,
+/// Bytes of inputs as `tile.cuh` wants them: `[stages, atoms, 8 rows, 64 columns]` bf16.
+pub(crate) const fn tile_bytes(rows: usize, groups: usize, columns: usize) -> usize {
+    groups * columns.div_ceil(STAGE) * rows.div_ceil(ATOM) * ATOM_BYTES
 }
 
-impl Linears {
-    /// `modules`: of linear_fp8, linear_bf16 and lm_head. Scratch for operators of at most `slabs_max` slabs and
-    /// `parts_max` slabs times chunks.
-    ///
-    /// # Errors
-    /// [`CudaError`] when a kernel is missing or memory is short.
-    pub fn new(
-        gpu: &Gpu,
-        modules: &[Arc<Module>; 3],
-        slabs_max: usize,
-        parts_max: usize,
-    ) -> Result<Linears, CudaError> {
-        let mut kernels = Vec::new();
-        for (module, format) in modules.iter().zip([Format::Fp8, Format::Bf16, Format::Head]) {
-            let folds: &[Fold] =
-                if format == Format::Head { &[Fold::Together] } else { &[Fold::Together, Fold::Cluster, Fold::Apart] };
-            for (.., name) in folds.iter().flat_map(|fold| format.kernels(*fold)) {
-                kernels.push(module.kernel(name)?);
-            }
+/// One weight and where its result goes.
+pub(crate) struct Product<'a> {
+    pub codes: &'a Buffer,
+    /// Of FP8 weights.
+    pub scales: Option<&'a Buffer>,
+    pub weight_rows: usize,
+    /// `[rows, weight_rows]` f32; may hold more rows.
+    pub out: &'a mut Buffer,
+    pub finish: Finish,
+}
+
+/// Weights of one format over one input.
+pub(crate) struct Linear<'a, 'b> {
+    pub format: Format,
+    pub columns: usize,
+    pub groups: usize,
+    /// [`chunk`], or the constant of the family that launches.
+    pub chunk: usize,
+    pub rows: usize,
+    pub input: Input<'a>,
+    pub products: &'b mut [Product<'a>],
+}
+
+/// Rows of the weights that one launch stores, counted in a group where there are several.
+struct Slice {
+    /// The first weight row whose slab is launched: a multiple of 32.
+    first: usize,
+    /// Rows stored, counted from `first`.
+    begin: usize,
+    end: usize,
+    /// Column of `out` of the first stored row, and first input column.
+    out_at: usize,
+    x_at: usize,
+    groups: usize,
+}
+
+/// Runs every product; rows 0 is no work.
+///
+/// # Errors
+/// [`LaunchError`] when the device has no room for working memory, or refuses.
+pub(crate) fn run(queue: &mut GpuQueue, linear: Linear<'_, '_>) -> Result<(), LaunchError> {
+    let Linear { format, columns, groups, chunk, rows, input, products } = linear;
+    let chip = Chip::of(queue.limits());
+    let padded = columns.next_multiple_of(BLOCK);
+    let tiled = chip.tiles(rows);
+    let mut scratch = None;
+    let direct = rows <= DIRECT_ROWS_MAX && columns == padded && format != Format::Head;
+    let (buffer, x_is_bf16) = match input {
+        Input::Bf16 { buffer } => (buffer, true),
+        Input::F32 { buffer, chosen: None } if direct => (buffer, false),
+        Input::F32 { buffer, chosen } => {
+            let bytes = if tiled { tile_bytes(rows, groups, columns) } else { rows * groups * padded * 2 };
+            let mut rounded = queue.take_scratch("linear inputs", bytes)?;
+            round_inputs(queue, buffer, chosen, &mut rounded, [rows, groups, columns], tiled)?;
+            (&*scratch.insert(rounded), true)
         }
-        let partials = GpuBuffer::zeroed(gpu, parts_max * ROWS_MAX / 8 * 512)?;
-        let counters = GpuBuffer::zeroed(gpu, (slabs_max + 1) * 4)?;
-        Ok(Linears { kernels, partials, counters, best: GpuBuffer::zeroed(gpu, ROWS_MAX * 8)? })
+    };
+    let x_stride = groups * if x_is_bf16 { padded } else { columns };
+    let common = Common { format, columns, chunk: chunk / BLOCK, rows, buffer, x_is_bf16, x_stride, chip };
+    if groups == 1 {
+        for pair in products.chunks_mut(2) {
+            let slabs = pair.iter().map(|product| product.weight_rows.div_ceil(SLAB)).sum();
+            let whole = Slice { first: 0, begin: 0, end: usize::MAX, out_at: 0, x_at: 0, groups: 1 };
+            common.launch(queue, pair, slabs, &whole)?;
+        }
+    } else {
+        for product in products.chunks_mut(1) {
+            common.launch_grouped(queue, product, groups)?;
+        }
     }
-
-    pub fn kernels(&self) -> &[Kernel] {
-        &self.kernels
+    if let Some(scratch) = scratch {
+        queue.keep_scratch("linear inputs", scratch);
     }
-
-    /// Kernel, blocks and threads of a launch: for reports.
-    pub fn describe(&self, gpu: &Gpu, operator: &Operator, rows: usize, tuning: Tuning) -> String {
-        let plan = operator.plan(rows.max(1), gpu, tuning);
-        format!("{} {}x{}", plan.kernel, plan.shape.blocks, plan.shape.threads)
+    for product in products.iter_mut().filter(|product| product.finish == Finish::Qdq8) {
+        quantise(queue, product.out, rows * product.weight_rows)?;
     }
+    Ok(())
+}
 
-    /// One launch. `rows` is 1 to 32.
-    ///
-    /// # Errors
-    /// [`CudaError::Limit`] when a figure is beyond the kernels' or the scratch's; nothing is launched.
-    pub fn launch(
+/// What the launches of a linear share.
+struct Common<'a> {
+    format: Format,
+    columns: usize,
+    /// In blocks.
+    chunk: usize,
+    rows: usize,
+    buffer: &'a Buffer,
+    x_is_bf16: bool,
+    x_stride: usize,
+    chip: Chip,
+}
+
+impl Common<'_> {
+    fn launch_grouped(
         &self,
-        gpu: &Gpu,
-        operator: &Operator,
-        rows: usize,
-        to: Addresses,
-        tuning: Tuning,
-    ) -> Result<(), CudaError> {
-        let plan = operator.plan(rows.max(1), gpu, tuning);
-        let limit = |what, found: usize, max: usize| {
-            let (found, max) = (found as u64, max as u64);
-            let refused = CudaError::Limit { kernel: plan.kernel.to_string(), what, found, max };
-            if found <= max { Ok(()) } else { Err(refused) }
-        };
-        limit("the row count", rows, ROWS_MAX)?;
-        limit("what is left of the weight rows by slabs of 16", operator.weight_rows % (SLAB * operator.groups), 0)?;
-        limit("what is left of the columns by blocks of 32", operator.columns % BLOCK, 0)?;
-        limit("what is left of the chunk by blocks of 32", operator.chunk % BLOCK, 0)?;
-        limit("the slab count", operator.slabs() + 1, self.counters.len_bytes() / 4)?;
-        if plan.fold == Fold::Apart {
-            let parts = operator.slabs() * operator.chunk_count() * tiles(rows);
-            limit("the partial sums", parts * 512, self.partials.len_bytes())?;
+        queue: &mut GpuQueue,
+        product: &mut [Product<'_>],
+        groups: usize,
+    ) -> Result<(), LaunchError> {
+        let weight_rows = product[0].weight_rows;
+        let group_rows = weight_rows / groups;
+        if group_rows.is_multiple_of(SLAB) {
+            let whole = Slice { first: 0, begin: 0, end: usize::MAX, out_at: 0, x_at: 0, groups };
+            return self.launch(queue, product, weight_rows / SLAB, &whole);
         }
-        if rows == 0 {
-            return Ok(());
+        // A slab would belong to two groups: one launch a group, which stores its own rows.
+        for group in 0..groups {
+            let (row, first) = (group * group_rows, group * group_rows / BLOCK * BLOCK);
+            let (begin, end) = (row - first, row - first + group_rows);
+            let x_at = group * self.x_stride / groups;
+            let slice = Slice { first, begin, end, out_at: row, x_at, groups: 1 };
+            self.launch(queue, product, end.div_ceil(SLAB), &slice)?;
         }
-        let kernel = self.kernels.iter().find(|kernel| kernel.name == plan.kernel);
-        let kernel = kernel.ok_or_else(|| CudaError::NoKernel { kernel: plan.kernel.to_string() })?;
-        let columns = operator.groups * operator.columns;
-        let parameter = Parameter::new()
-            .address(to.weights)
-            .address(to.scales)
-            .address(to.x)
-            .address(to.out)
-            .address(self.partials.address())
-            .address(self.counters.address())
-            .address(if to.best_index == 0 { 0 } else { self.best.address() })
-            .address(to.best_index)
-            .int(rows)
-            .int(columns)
-            .int(operator.weight_rows)
-            .int(usize::from(to.out_is_bf16))
-            .int(operator.slabs())
-            .int(operator.blocks())
-            .int(plan.chunk_blocks)
-            .int(operator.chunk_count())
-            .int(operator.groups)
-            .int(plan.phases)
-            .int(scale_stride(operator.columns))
-            .int(plan.sums_at);
-        gpu.launch(kernel, plan.shape, &[parameter])
+        Ok(())
     }
+
+    /// One product or two, in tiles of rows.
+    fn launch(
+        &self,
+        queue: &mut GpuQueue,
+        products: &mut [Product<'_>],
+        slabs: usize,
+        slice: &Slice,
+    ) -> Result<(), LaunchError> {
+        if self.chip.tiles(self.rows) {
+            return self.launch_tiled(queue, products, slabs, slice);
+        }
+        let blocks = self.columns.div_ceil(BLOCK);
+        let operator = Operator { format: self.format, slabs, blocks, groups: slice.groups, chunk: self.chunk };
+        let mut row = 0;
+        while row < self.rows {
+            let (tile, plan) = operator.plan(self.rows - row, self.chip)?;
+            self.launch_tile(queue, products, &operator, slice, (row, tile), &plan)?;
+            row += tile;
+        }
+        Ok(())
+    }
+
+    fn launch_tile(
+        &self,
+        queue: &mut GpuQueue,
+        products: &mut [Product<'_>],
+        operator: &Operator,
+        slice: &Slice,
+        (row, rows): (usize, usize),
+        plan: &Plan,
+    ) -> Result<(), LaunchError> {
+        let chunks = operator.chunk_count();
+        let apart = plan.fold == Fold::Apart;
+        let (mut partials, mut counters) = (None, None);
+        if apart {
+            let parts = operator.slabs * chunks * tiles(rows) * 512;
+            partials = Some(queue.take_scratch("linear sums", parts)?);
+            // Zero at first, and left so by every launch.
+            counters = Some(queue.take_scratch("linear counters", (operator.slabs + 1) * 4)?);
+        }
+        let x_bytes = if self.x_is_bf16 { 2 } else { 4 };
+        let first_slabs = if products.len() == 1 { operator.slabs } else { products[0].weight_rows.div_ceil(SLAB) };
+        let mut shape = ShapeBytes::new()
+            .uint(rows)
+            .uint(self.x_stride)
+            .uint(usize::from(self.x_is_bf16))
+            .uint(operator.blocks)
+            .uint(plan.chunk_blocks)
+            .uint(chunks)
+            .uint(operator.groups)
+            .uint(plan.phases)
+            .uint(scale_stride(self.columns))
+            .uint(plan.sums_at)
+            .uint(operator.slabs)
+            .uint(first_slabs);
+        for index in 0..2 {
+            shape = output_shape(shape, products.get(index), slice);
+        }
+        let x = Binding::ReadAt(self.buffer, (row * self.x_stride + slice.x_at) * x_bytes);
+        let mut bindings = self.weight_bindings(products, slice, row, x);
+        bindings.push(partials.as_mut().map_or(Binding::Missing, Binding::Write));
+        bindings.push(counters.as_mut().map_or(Binding::Missing, Binding::Write));
+        bindings.extend([Binding::Missing, Binding::Missing]);
+        queue.launch_tuned(
+            Launch {
+                program: self.format.program(),
+                entry: plan.kernel,
+                bindings: &mut bindings,
+                shape: shape.bytes(),
+                groups: plan.groups as u32,
+                threads: plan.threads as u32,
+                shared_bytes: plan.shared_bytes as u32,
+            },
+            Tuning { cluster: plan.cluster as u32, overlap: true },
+        )?;
+        drop(bindings);
+        if let (Some(partials), Some(counters)) = (partials, counters) {
+            queue.keep_scratch("linear sums", partials);
+            queue.keep_scratch("linear counters", counters);
+        }
+        Ok(())
+    }
+}
+
+/// A kernel of `tile.cuh`: weight rows over 128 and rows of a block, whether sums are parked in shared memory, how many of its
+/// best rate it reaches, and the names for FP8 and bf16.
+struct TileKernel {
+    weights: usize,
+    rows: usize,
+    parked: bool,
+    rate: f64,
+    names: [&'static str; 2],
+}
+
+const TILE_KERNELS: [TileKernel; 3] = [
+    TileKernel {
+        weights: 2,
+        rows: 128,
+        parked: true,
+        rate: 1.0,
+        names: ["linear_fp8_tile_256_128", "linear_bf16_tile_256_128"],
+    },
+    TileKernel {
+        weights: 1,
+        rows: 128,
+        parked: false,
+        rate: 0.8,
+        names: ["linear_fp8_tile_128_128", "linear_bf16_tile_128_128"],
+    },
+    TileKernel {
+        weights: 1,
+        rows: 64,
+        parked: false,
+        rate: 0.5,
+        names: ["linear_fp8_tile_128_64", "linear_bf16_tile_128_64"],
+    },
+];
+
+impl TileKernel {
+    fn blocks(&self, rows: usize, groups: usize, group_slabs: usize) -> usize {
+        groups * group_slabs.div_ceil(8 * self.weights) * rows.div_ceil(self.rows)
+    }
+
+    /// Time in arbitrary units: whole waves of blocks.
+    fn cost(&self, rows: usize, groups: usize, group_slabs: usize, units: usize) -> f64 {
+        let waves = self.blocks(rows, groups, group_slabs).div_ceil(units);
+        (waves * self.weights * self.rows) as f64 / self.rate
+    }
+
+    /// Stages, parked sums, barriers, and the way to the first kilobyte boundary.
+    fn shared_bytes(&self) -> usize {
+        let parked = if self.parked { self.weights * self.rows / 2 * 256 * 4 } else { 0 };
+        1024 + TILE_SLOTS * (self.rows * 128 + 16) + parked
+    }
+}
+
+impl Common<'_> {
+    /// One product or two of many rows.
+    fn launch_tiled(
+        &self,
+        queue: &mut GpuQueue,
+        products: &mut [Product<'_>],
+        slabs: usize,
+        slice: &Slice,
+    ) -> Result<(), LaunchError> {
+        let group_slabs = slabs / slice.groups;
+        let cost = |kernel: &&TileKernel| kernel.cost(self.rows, slice.groups, group_slabs, self.chip.units);
+        let fitting = TILE_KERNELS.iter().filter(|kernel| kernel.shared_bytes() <= self.chip.shared_bytes);
+        let Some(kernel) = fitting.min_by(|a, b| cost(a).total_cmp(&cost(b))) else {
+            let least = TILE_KERNELS[TILE_KERNELS.len() - 1].shared_bytes();
+            return LaunchError::check_limit("a tile's shared memory", least, self.chip.shared_bytes);
+        };
+        let (blocks, atoms) = (self.columns.div_ceil(BLOCK), self.rows.div_ceil(ATOM));
+        let first_slabs = if products.len() == 1 { slabs } else { products[0].weight_rows.div_ceil(SLAB) };
+        let mut shape = ShapeBytes::new()
+            .uint(self.rows)
+            .uint(atoms)
+            .uint(blocks)
+            .uint((self.chunk * BLOCK).div_ceil(STAGE))
+            .uint(slice.groups)
+            .uint(slabs)
+            .uint(first_slabs)
+            .uint(scale_stride(self.columns))
+            .uint(self.rows.div_ceil(kernel.rows));
+        for index in 0..2 {
+            shape = output_shape(shape, products.get(index), slice);
+        }
+        // `x_at` counts columns of a row; a group's stages lie one after the other.
+        let x_at = slice.x_at / self.columns.next_multiple_of(BLOCK) * tile_bytes(self.rows, 1, self.columns);
+        let mut bindings = self.weight_bindings(products, slice, 0, Binding::ReadAt(self.buffer, x_at));
+        let name = kernel.names[usize::from(self.format != Format::Fp8)];
+        queue.launch_tuned(
+            Launch {
+                // The head's weights are bf16 weights.
+                program: if self.format == Format::Fp8 { &FP8 } else { &BF16 },
+                entry: name,
+                bindings: &mut bindings,
+                shape: shape.bytes(),
+                groups: kernel.blocks(self.rows, slice.groups, group_slabs) as u32,
+                threads: TILE_THREADS as u32,
+                shared_bytes: kernel.shared_bytes() as u32,
+            },
+            Tuning { cluster: 1, overlap: true },
+        )
+    }
+
+    /// Codes, scales, inputs, output of the first product; codes, scales, output of the second.
+    fn weight_bindings<'b>(
+        &'b self,
+        products: &'b mut [Product<'_>],
+        slice: &Slice,
+        row: usize,
+        x: Binding<'b>,
+    ) -> Vec<Binding<'b>> {
+        let code_at = slice.first / SLAB * self.columns.div_ceil(BLOCK) * self.format.block_bytes();
+        let scale_at = slice.first / BLOCK * scale_stride(self.columns);
+        let mut bindings: Vec<Binding<'b>> = Vec::with_capacity(11);
+        for product in products.iter_mut() {
+            let scales = product.scales.map_or(Binding::Missing, |scales| Binding::ReadAt(scales, scale_at));
+            let out_at = (row * product.weight_rows + slice.out_at) * 4;
+            let out = Binding::WriteAt(&mut *product.out, out_at);
+            bindings.extend([Binding::ReadAt(product.codes, code_at), scales, out]);
+        }
+        bindings.insert(2, x);
+        bindings.resize_with(7, || Binding::Missing);
+        bindings
+    }
+}
+
+/// The fields of a product's output; zeros where there is none.
+fn output_shape(shape: ShapeBytes, product: Option<&Product<'_>>, slice: &Slice) -> ShapeBytes {
+    let Some(product) = product else { return shape.uint(0).uint(0).uint(0).uint(0) };
+    let (begin, end) = (slice.begin, slice.end.min(product.weight_rows));
+    shape.uint(begin).uint(end).uint(product.weight_rows).uint(usize::from(product.finish != Finish::F32))
+}
+
+/// `[rows, outputs] = x @ w^T` for float32 weights `[outputs, columns]`, in the CPU's order.
+///
+/// # Errors
+/// As [`run`].
+pub(crate) fn run_f32(
+    queue: &mut GpuQueue,
+    x: &Buffer,
+    weights: &Buffer,
+    [rows, outputs, columns]: [usize; 3],
+    out: &mut Buffer,
+    finish: Finish,
+) -> Result<(), LaunchError> {
+    let rounded = usize::from(finish != Finish::F32);
+    let shape = ShapeBytes::new().uint(rows).uint(outputs).uint(columns).uint(rounded);
+    let bindings = &mut [Binding::Read(x), Binding::Read(weights), Binding::Write(out)];
+    launch_simple(queue, "linear_f32", bindings, &shape, rows * outputs * 32)?;
+    if finish == Finish::Qdq8 { quantise(queue, out, rows * outputs) } else { Ok(()) }
+}
+
+/// `x` rounded to bf16, rows chosen, columns padded with zeros: `[rows, groups, whole blocks of 32]`, or tiles.
+fn round_inputs(
+    queue: &mut GpuQueue,
+    x: &Buffer,
+    chosen: Option<&[u32]>,
+    out: &mut Buffer,
+    [rows, groups, columns]: [usize; 3],
+    tiled: bool,
+) -> Result<(), LaunchError> {
+    let shape = ShapeBytes::new().uint(rows).uint(groups * columns).uint(groups).uint(columns);
+    let chosen = chosen.map_or(Binding::Missing, |chosen| Binding::Bytes(bytes_of(chosen)));
+    let bindings = &mut [Binding::Read(x), chosen, Binding::Write(out)];
+    if tiled {
+        let stages = columns.div_ceil(STAGE);
+        let shape = shape.uint(stages).uint(rows.div_ceil(ATOM));
+        return launch_simple(queue, "linear_tiles", bindings, &shape, rows * groups * stages * 8);
+    }
+    let padded = columns.next_multiple_of(BLOCK);
+    launch_simple(queue, "linear_inputs", bindings, &shape.uint(padded), rows * groups * padded / 2)
+}
+
+/// QDQ8 in place of the first `count` values, whole blocks of 32.
+fn quantise(queue: &mut GpuQueue, values: &mut Buffer, count: usize) -> Result<(), LaunchError> {
+    let shape = ShapeBytes::new().uint(count / BLOCK);
+    launch_simple(queue, "linear_qdq8", &mut [Binding::Write(values)], &shape, count)
+}
+
+/// An entry whose blocks of 256 threads stride over `threads` items.
+fn launch_simple(
+    queue: &mut GpuQueue,
+    entry: &'static str,
+    bindings: &mut [Binding<'_>],
+    shape: &ShapeBytes,
+    threads: usize,
+) -> Result<(), LaunchError> {
+    let groups = threads.div_ceil(256).min(queue.limits().units as usize * 8) as u32;
+    let shape = shape.bytes();
+    queue.launch_tuned(
+        Launch { program: &INPUTS, entry, bindings, shape, groups, threads: 256, shared_bytes: 0 },
+        Tuning { cluster: 1, overlap: true },
+    )
 }

@@ -2,7 +2,6 @@
 
 pub(crate) mod contract;
 pub(crate) mod cpu;
-#[cfg(feature = "cuda")]
 pub mod cuda;
 pub(crate) mod gpu;
 

@@ -1,7 +1,8 @@
-//! The launches on a GPU: one a product.
+//! The launches on a GPU: on Metal one a product, on CUDA what [`crate::linear::cuda`] makes of them.
 
 use super::{Args, Dtype};
 use crate::gpu::{THREADS, groups_of, program};
+use crate::linear::cuda::{self, Format, Input, Linear};
 use crate::linear::gpu::{finish_metal, rounds};
 use tf_device::LaunchError;
 use tf_device::gpu::{Backend, Binding, GpuQueue, Launch, Program, ShapeBytes};
@@ -11,7 +12,7 @@ static PROGRAM: Program = program("linear_bf16", Some(include_str!("kernel.metal
 pub(super) fn run(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
     match queue.backend() {
         Backend::Metal => metal(queue, args),
-        Backend::Cuda => Err(queue.unsupported("linear_bf16")),
+        Backend::Cuda => cuda(queue, args),
     }
 }
 
@@ -34,4 +35,26 @@ fn metal(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
         finish_metal(queue, product.out, args.rows, weights.rows(), finish)?;
     }
     Ok(())
+}
+
+fn cuda(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
+    let Args { x, rows, products } = args;
+    let mut bf16 = Vec::with_capacity(products.len());
+    let mut columns = 0;
+    for product in products.iter_mut() {
+        let (weights, finish, weight_rows) = (product.weights, product.finish, product.weights.rows());
+        columns = weights.columns();
+        match weights.dtype() {
+            Dtype::F32 => cuda::run_f32(queue, x, weights.buffer(), [rows, weight_rows, columns], product.out, finish)?,
+            Dtype::Bf16 => {
+                bf16.push(cuda::Product { codes: weights.buffer(), scales: None, weight_rows, out: product.out, finish });
+            }
+        }
+    }
+    if bf16.is_empty() {
+        return Ok(());
+    }
+    let (format, input) = (Format::Bf16, Input::F32 { buffer: x, chosen: None });
+    let chunk = cuda::chunk(format, columns);
+    cuda::run(queue, Linear { format, columns, groups: 1, chunk, rows, input, products: &mut bf16 })
 }

@@ -4,6 +4,7 @@
 // grid members * chunks blocks of 32 to 512 threads; dynamic shared memory: inputs (slab.cuh)
 // sum  per chunk of columns a chain of k16 tensor-core steps, ascending; chunks left to right in float32; one rounding
 #include "slab.cuh"
+#include "tile.cuh"
 
 struct Bf16 {
     static constexpr int VECTORS = 2;
@@ -15,7 +16,9 @@ struct Bf16 {
 };
 
 #define LINEAR(name, threads, depth, whole, fold) \
-    extern "C" __global__ void __launch_bounds__(threads, 1) name(LinearArgs args) { slab_linear<Bf16, depth, whole, fold>(args); }
+    extern "C" __global__ void __launch_bounds__(threads, 1) name(LINEAR_PARAMETERS) { \
+        slab_linear<Bf16, depth, whole, fold>(LINEAR_ARGS); \
+    }
 LINEAR(linear_bf16_10, 256, 10, true, TOGETHER)
 LINEAR(linear_bf16_5, 512, 5, true, TOGETHER)
 LINEAR(linear_bf16_any, 512, 4, false, TOGETHER)
@@ -23,3 +26,8 @@ LINEAR(linear_bf16_cluster_10, 256, 10, true, CLUSTER)
 LINEAR(linear_bf16_cluster_any, 512, 4, false, CLUSTER)
 LINEAR(linear_bf16_apart_10, 256, 10, true, APART)
 LINEAR(linear_bf16_apart_any, 512, 4, false, APART)
+
+// Many rows, of this family and of the head: tile.cuh. The name ends with the block's weight rows and input rows.
+TILE_LINEAR(linear_bf16_tile_256_128, TileBf16, 1024, 2, 128, true)
+TILE_LINEAR(linear_bf16_tile_128_128, TileBf16, 1024, 1, 128, false)
+TILE_LINEAR(linear_bf16_tile_128_64, TileBf16, 1024, 1, 64, false)

@@ -3,7 +3,7 @@
 use super::pack_cuda;
 use crate::pack::{PackError, check_length, check_multiple};
 use tf_device::gpu::Backend;
-use tf_device::{Buffer, Device};
+use tf_device::{Buffer, Device, LaunchError};
 
 /// Columns of one step of the summation order.
 const GROUP: usize = 32;
@@ -78,6 +78,20 @@ impl Weights {
             }
         }
         Ok(Weights { rows, columns, dtype, values })
+    }
+
+    /// A bf16 weight whose packed bytes are already on a CUDA device, as [`pack_cuda`] lays them out: for random weights
+    /// that are made there.
+    ///
+    /// # Errors
+    /// [`LaunchError::Shape`] when the buffer's length is not the packed one.
+    pub fn from_packed(rows: usize, columns: usize, values: Buffer) -> Result<Weights, LaunchError> {
+        LaunchError::check_shape(
+            "the packed weight's bytes",
+            values.len_bytes(),
+            pack_cuda::packed_len(rows, columns),
+        )?;
+        Ok(Weights { rows, columns, dtype: Dtype::Bf16, values })
     }
 
     /// The checkpoint's bytes again. On the CPU.

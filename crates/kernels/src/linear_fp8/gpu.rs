@@ -1,7 +1,8 @@
-//! The launches on a GPU: one a product.
+//! The launches on a GPU: on Metal one a product, on CUDA what [`crate::linear::cuda`] makes of them.
 
 use super::Args;
 use crate::gpu::{THREADS, groups_of, program};
+use crate::linear::cuda::{self, Format, Input, Linear};
 use crate::linear::gpu::{finish_metal, rounds};
 use tf_device::LaunchError;
 use tf_device::gpu::{Backend, Binding, GpuQueue, Launch, Program, ShapeBytes};
@@ -11,7 +12,7 @@ static PROGRAM: Program = program("linear_fp8", Some(include_str!("kernel.metal"
 pub(super) fn run(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
     match queue.backend() {
         Backend::Metal => metal(queue, args),
-        Backend::Cuda => Err(queue.unsupported("linear_fp8")),
+        Backend::Cuda => cuda(queue, args),
     }
 }
 
@@ -37,4 +38,21 @@ fn metal(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
         finish_metal(queue, product.out, args.rows, weights.rows(), finish)?;
     }
     Ok(())
+}
+
+fn cuda(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
+    let Args { x, rows, groups, products } = args;
+    let Some(first) = products.first() else { return Ok(()) };
+    let columns = first.weights.columns();
+    let mut products: Vec<cuda::Product<'_>> = products
+        .iter_mut()
+        .map(|product| {
+            let (codes, scales) = product.weights.buffers();
+            let (weight_rows, finish) = (product.weights.rows(), product.finish);
+            cuda::Product { codes, scales: Some(scales), weight_rows, out: product.out, finish }
+        })
+        .collect();
+    let (format, input) = (Format::Fp8, Input::F32 { buffer: x, chosen: None });
+    let chunk = cuda::chunk(format, columns);
+    cuda::run(queue, Linear { format, columns, groups, chunk, rows, input, products: &mut products })
 }

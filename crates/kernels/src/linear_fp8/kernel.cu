@@ -5,6 +5,7 @@
 // sum  per chunk of columns a chain of k16 tensor-core steps, ascending; chunks left to right in float32; one rounding
 // max  scale codes 3 to 134, so that code times scale is exact in bf16 (checked when packed)
 #include "slab.cuh"
+#include "tile.cuh"
 
 struct Fp8 {
     static constexpr int VECTORS = 1;
@@ -19,7 +20,9 @@ struct Fp8 {
 
 // The depth follows from the operator's chunk, the bound on threads from the depth; `any` takes chunks of every length.
 #define LINEAR(name, threads, depth, whole, fold) \
-    extern "C" __global__ void __launch_bounds__(threads, 1) name(LinearArgs args) { slab_linear<Fp8, depth, whole, fold>(args); }
+    extern "C" __global__ void __launch_bounds__(threads, 1) name(LINEAR_PARAMETERS) { \
+        slab_linear<Fp8, depth, whole, fold>(LINEAR_ARGS); \
+    }
 LINEAR(linear_fp8_20, 256, 20, true, TOGETHER)
 LINEAR(linear_fp8_16, 384, 16, true, TOGETHER)
 LINEAR(linear_fp8_10, 512, 10, true, TOGETHER)
@@ -29,3 +32,8 @@ LINEAR(linear_fp8_any, 512, 4, false, TOGETHER)
 LINEAR(linear_fp8_apart_10, 384, 10, true, APART)
 LINEAR(linear_fp8_apart_8, 512, 8, true, APART)
 LINEAR(linear_fp8_apart_any, 512, 4, false, APART)
+
+// Many rows: tile.cuh. The name ends with the block's weight rows and input rows.
+TILE_LINEAR(linear_fp8_tile_256_128, TileFp8, 512, 2, 128, true)
+TILE_LINEAR(linear_fp8_tile_128_128, TileFp8, 512, 1, 128, false)
+TILE_LINEAR(linear_fp8_tile_128_64, TileFp8, 512, 1, 64, false)

@@ -66,6 +66,19 @@ impl Weights {
         Ok(Weights { rows, columns, codes, scales })
     }
 
+    /// A weight whose packed bytes are already on a CUDA device, as [`pack_cuda`] lays them out: for random weights that
+    /// are made there.
+    ///
+    /// # Errors
+    /// [`LaunchError::Shape`] when a buffer's length is not the packed one.
+    pub fn from_packed(rows: usize, columns: usize, codes: Buffer, scales: Buffer) -> Result<Weights, LaunchError> {
+        LaunchError::check_limit("the weight's column count", columns, COLUMNS_MAX)?;
+        let (code_bytes, scale_bytes) = pack_cuda::packed_len(rows, columns);
+        LaunchError::check_shape("the packed weight's bytes", codes.len_bytes(), code_bytes)?;
+        LaunchError::check_shape("the packed scales' bytes", scales.len_bytes(), scale_bytes)?;
+        Ok(Weights { rows, columns, codes, scales })
+    }
+
     /// The checkpoint's bytes again: the weight and its scale. On the CPU.
     pub fn unpack(&self) -> (Vec<u8>, Vec<u8>) {
         let rows = self.codes.u8().chunks_exact(self.stride());

@@ -10,6 +10,7 @@
 //!   c0     s              e3 e2 e1 e0  m  m  m
 //!   c2       e3 e2 e1  s                      e0  m  m  m
 //! scales [ceil(slabs / 2)][blocks rounded up to 8] E8M0, the padding zero
+//! rows beyond the weight's and columns beyond its own hold code 0
 //! ```
 //! One mask takes `c0 c1` to bf16's places, two shifts `c2 c3`: the kernel multiplies by `2^(120 + scale)`.
 
@@ -31,32 +32,38 @@ pub struct Packed {
     pub scales: Vec<u8>,
 }
 
+/// Bytes of the packed codes and scales of a weight of this shape.
+pub const fn packed_len(rows: usize, columns: usize) -> (usize, usize) {
+    let codes = rows.next_multiple_of(SLAB) * columns.next_multiple_of(BLOCK);
+    (codes, rows.div_ceil(BLOCK) * columns.div_ceil(BLOCK).next_multiple_of(SCALE_ALIGNMENT))
+}
+
 /// Packs `weight`: `[rows, columns]` E4M3, and `scale`: `[rows / 32, columns / 32]` E8M0 (rounded up).
 ///
 /// # Errors
-/// [`PackError`] when rows are no multiple of 16, columns none of 32, a byte count differs from the shape, or a scale is
-/// outside [`SCALE_CODES`].
+/// [`PackError`] when a byte count differs from the shape, or a scale is outside [`SCALE_CODES`].
 pub fn pack(weight: &[u8], scale: &[u8], rows: usize, columns: usize) -> Result<Packed, PackError> {
-    check_multiple("the weight's row count", rows, SLAB)?;
-    check_multiple("the weight's column count", columns, BLOCK)?;
+    check_multiple("the weight's row count", rows, 1)?;
+    check_multiple("the weight's column count", columns, 1)?;
     check_length("the weight", weight, rows * columns, rows, columns)?;
-    let (row_blocks, blocks) = (rows.div_ceil(BLOCK), columns / BLOCK);
+    let (row_blocks, blocks) = (rows.div_ceil(BLOCK), columns.div_ceil(BLOCK));
     check_length("the scale", scale, row_blocks * blocks, row_blocks, blocks)?;
     check_scales(scale, blocks)?;
     check_scale_range(scale, blocks, SCALE_CODES)?;
-    let mut codes = Vec::with_capacity(weight.len());
-    for slab in 0..rows / SLAB {
+    let (code_bytes, scale_bytes) = packed_len(rows, columns);
+    let mut codes = Vec::with_capacity(code_bytes);
+    for slab in 0..rows.div_ceil(SLAB) {
         for block in 0..blocks {
             for lane in 0..32 {
                 for word in 0..4 {
                     let (row, column) = place(slab, block, lane, word);
-                    let four = &weight[row * columns + column..][..4];
+                    let four = four_codes(weight, (row, column), (rows, columns));
                     codes.extend(join(four[0], four[1], four[2], four[3]).to_le_bytes());
                 }
             }
         }
     }
-    let mut scales = vec![0; row_blocks * blocks.next_multiple_of(SCALE_ALIGNMENT)];
+    let mut scales = vec![0; scale_bytes];
     for (packed, row) in
         scales.chunks_exact_mut(blocks.next_multiple_of(SCALE_ALIGNMENT)).zip(scale.chunks_exact(blocks))
     {
@@ -65,15 +72,29 @@ pub fn pack(weight: &[u8], scale: &[u8], rows: usize, columns: usize) -> Result<
     Ok(Packed { codes, scales })
 }
 
+/// Codes `column` to `column + 3` of a row, 0 where the weight has none.
+fn four_codes(weight: &[u8], (row, column): (usize, usize), (rows, columns): (usize, usize)) -> [u8; 4] {
+    if row >= rows {
+        return [0; 4];
+    }
+    if column + 4 <= columns {
+        return weight[row * columns + column..][..4].try_into().expect("four bytes");
+    }
+    std::array::from_fn(|i| if column + i < columns { weight[row * columns + column + i] } else { 0 })
+}
+
 /// The checkpoint's bytes again: the weight and its scale.
 pub fn unpack(packed: &Packed, rows: usize, columns: usize) -> (Vec<u8>, Vec<u8>) {
+    let blocks = columns.div_ceil(BLOCK);
     let mut weight = vec![0; rows * columns];
     for (index, word) in packed.codes.as_chunks::<4>().0.iter().enumerate() {
-        let (word, lane, block) = (u32::from_le_bytes(*word), index / 4 % 32, index / 128 % (columns / BLOCK));
-        let (row, column) = place(index / 128 / (columns / BLOCK), block, lane, index % 4);
-        weight[row * columns + column..][..4].copy_from_slice(&split(word));
+        let (word, lane, block) = (u32::from_le_bytes(*word), index / 4 % 32, index / 128 % blocks);
+        let (row, column) = place(index / 128 / blocks, block, lane, index % 4);
+        if row < rows {
+            let kept = columns.saturating_sub(column).min(4);
+            weight[row * columns + column.min(columns)..][..kept].copy_from_slice(&split(word)[..kept]);
+        }
     }
-    let blocks = columns / BLOCK;
     let scale_rows = packed.scales.chunks_exact(blocks.next_multiple_of(SCALE_ALIGNMENT));
     (weight, scale_rows.flat_map(|row| &row[..blocks]).copied().collect())
 }
@@ -104,11 +125,12 @@ mod tests {
 
     #[test]
     fn unpacking_gives_the_bytes_back() {
-        for (rows, columns) in [(16_usize, 32_usize), (48, 96), (32, 64)] {
+        for (rows, columns) in [(16_usize, 32_usize), (48, 96), (32, 64), (5, 84), (39, 33), (1, 2)] {
             let weight: Vec<u8> = (0..rows * columns).map(|i| (i * 37 + i / 256) as u8).collect();
-            let scale: Vec<u8> = (0..rows.div_ceil(32) * columns / 32).map(|i| 100 + i as u8).collect();
+            let scale: Vec<u8> = (0..rows.div_ceil(32) * columns.div_ceil(32)).map(|i| 100 + i as u8).collect();
             let packed = pack(&weight, &scale, rows, columns).expect("packs");
             assert_ne!(packed.codes, weight);
+            assert_eq!((packed.codes.len(), packed.scales.len()), packed_len(rows, columns));
             assert_eq!(unpack(&packed, rows, columns), (weight, scale));
         }
     }
@@ -134,7 +156,7 @@ mod tests {
         for scale in [3, 134] {
             assert!(pack(&weight, &[scale], 16, 32).is_ok(), "scale {scale}");
         }
-        assert!(pack(&weight[..8 * 32], &[120], 8, 32).is_err());
-        assert!(pack(&weight, &[120], 32, 16).is_err());
+        assert!(pack(&weight[..8 * 32], &[120], 16, 32).is_err());
+        assert!(pack(&weight, &[120, 120], 16, 32).is_err());
     }
 }

@@ -2,6 +2,9 @@
 
 use super::Args;
 use crate::gpu::{THREADS, groups_of, program};
+use crate::linear::Finish;
+use crate::linear::cuda::{self, Format, Input, Linear};
+use crate::linear_bf16::Dtype;
 use tf_device::LaunchError;
 use tf_device::gpu::{Backend, Binding, GpuQueue, Launch, Program, ShapeBytes, bytes_of};
 
@@ -10,7 +13,7 @@ static PROGRAM: Program = program("lm_head", Some(include_str!("kernel.metal")),
 pub(super) fn run(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
     match queue.backend() {
         Backend::Metal => metal(queue, args),
-        Backend::Cuda => Err(queue.unsupported("lm_head")),
+        Backend::Cuda => cuda(queue, args),
     }
 }
 
@@ -30,4 +33,16 @@ fn metal(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
         threads: THREADS,
         shared_bytes: 0,
     })
+}
+
+fn cuda(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
+    let Args { weights, x, row_indices, out } = args;
+    if weights.dtype() == Dtype::F32 {
+        return Err(queue.unsupported("lm_head/f32"));
+    }
+    let (format, columns, rows) = (Format::Head, weights.columns(), row_indices.len());
+    let product =
+        cuda::Product { codes: weights.buffer(), scales: None, weight_rows: weights.rows(), out, finish: Finish::F32 };
+    let (chunk, input) = (cuda::chunk(format, columns), Input::F32 { buffer: x, chosen: Some(row_indices) });
+    cuda::run(queue, Linear { format, columns, groups: 1, chunk, rows, input, products: &mut [product] })
 }

@@ -14,5 +14,9 @@ struct Head {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(512, 1) lm_head_4(LinearArgs args) { slab_linear<Head, 4, true, TOGETHER>(args); }
-extern "C" __global__ void __launch_bounds__(512, 1) lm_head_any(LinearArgs args) { slab_linear<Head, 3, false, TOGETHER>(args); }
+#define HEAD(name, depth, whole) \
+    extern "C" __global__ void __launch_bounds__(512, 1) name(LINEAR_PARAMETERS) { \
+        slab_linear<Head, depth, whole, TOGETHER>(LINEAR_ARGS); \
+    }
+HEAD(lm_head_4, 4, true)
+HEAD(lm_head_any, 3, false)

@@ -1,12 +1,22 @@
-//! Launches of the routed experts on CUDA, for a few rows: two kernels, whatever the routing.
+//! Launches of the experts on CUDA: the same kernels whatever the routing, which the device alone knows.
 //!
-//! The chunks of columns are constants ([`chunks`]); the definition of every dot product's bits is [`tf_numerics::fma16`].
-
-use crate::linear::cuda::chunks;
-use tf_device::cuda::{CudaError, Gpu, Kernel, Module, Parameter, Shape};
+//! The chunks of columns are constants ([`UP_CHUNK`], [`DOWN_CHUNK`]), also of the shared expert; the definition of every
+//! dot product's bits is [`tf_numerics::fma16`].
 
 use super::pack_cuda::{BLOCK, SLAB};
-use std::sync::Arc;
+use super::{Args, Shared};
+use crate::linear::Finish;
+use crate::linear::cuda::{self, ATOM, Chip, Format, Input, Linear, STAGE, tile_bytes};
+use crate::linear_fp8::Weights as Fp8Weights;
+use tf_device::gpu::{Binding, GpuQueue, Launch, Program, ShapeBytes, Tuning};
+use tf_device::{Buffer, LaunchError};
+
+/// Columns of a chunk of `w1` and `w3`, and of `w2`.
+pub const UP_CHUNK: usize = 1280;
+/// See [`UP_CHUNK`].
+pub const DOWN_CHUNK: usize = 576;
+
+static PROGRAM: Program = crate::gpu::program("moe_experts", None, true);
 
 /// Pairs that share one read of the weights: one tile of the tensor core.
 const PASS: usize = 8;
@@ -14,172 +24,399 @@ const PASS: usize = 8;
 const SLOT: usize = 640;
 /// Experts that one block may meet.
 const SPAN_MAX: usize = 16;
+/// Slabs that a block has in hand at a time.
+const TEAMS: usize = 4;
+/// Experts whose picks one block of `experts_group` sorts.
+const GROUP_EXPERTS: usize = 16;
+/// Columns of a block of FP8 and of a quantised input.
+const FP8_BLOCK: usize = 32;
 
-/// The experts' sizes, each a multiple of 64.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Sizes {
-    pub hidden: usize,
-    pub intermediate: usize,
-    pub experts: usize,
+/// Pairs of a tile, where an expert has few and where it has many.
+const TILE_PAIRS: [usize; 2] = [64, 128];
+/// Pairs an expert on average from which on the larger tile is taken.
+const MANY_PAIRS: usize = 56;
+/// Threads of a tile's block, and stages of its inputs and weights in shared memory.
+const TILE_THREADS: usize = 384;
+const TILE_SLOTS: usize = 8;
+
+/// Where the parts of the working memory lie, in bytes.
+struct Room {
+    active: usize,
+    active_count: usize,
+    starts: usize,
+    counts: usize,
+    tile_starts: usize,
+    pair_row: usize,
+    pair_weight: usize,
+    pair_of: usize,
+    between: usize,
+    /// Inputs of both passes, one after the other in time.
+    tiles: usize,
+    out: usize,
+    total: usize,
 }
 
-impl Sizes {
-    /// Bytes of one expert's packed codes and scales, up and down.
-    pub const fn expert_bytes(&self) -> usize {
-        3 * self.hidden * self.intermediate / 2 + 3 * self.hidden * self.intermediate / 32
-    }
+/// The figures of a launch.
+struct Figures {
+    rows: usize,
+    picks: usize,
+    experts: usize,
+    hidden: usize,
+    intermediate: usize,
+    /// Pairs at most, with the gaps that tiles leave between experts.
+    pairs: usize,
+    /// `Some`: in tiles of so many pairs.
+    tile: Option<usize>,
+    limit: f32,
 }
 
-/// The addresses of a launch, on the device.
-#[derive(Clone, Copy, Debug)]
-pub struct Addresses {
-    /// `[experts]` of the packed codes, one after the other; scales likewise.
-    pub up_codes: u64,
-    pub up_scales: u64,
-    pub down_codes: u64,
-    pub down_scales: u64,
-    /// `[rows, hidden]` bf16, QDQ8'd.
-    pub x: u64,
-    /// Ids of the experts with pairs, their count, and where each one's pairs begin (one more than there are).
-    pub active: u64,
-    pub active_count: u64,
-    pub starts: u64,
-    /// `[pairs]`: the row, and the routing weight.
-    pub pair_row: u64,
-    pub pair_weight: u64,
-    /// `[pairs, intermediate]` bf16, between the two kernels.
-    pub between: u64,
-    /// `[pairs, hidden]` bf16.
-    pub out: u64,
-}
-
-/// What only changes speed.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Tuning {
-    pub teams: usize,
-    pub overlap: bool,
-}
-
-impl Default for Tuning {
-    fn default() -> Tuning {
-        Tuning { teams: 4, overlap: true }
-    }
-}
-
-/// The family's kernels.
-#[derive(Debug)]
-pub struct Experts {
-    kernels: Vec<Kernel>,
-}
-
-impl Experts {
-    /// # Errors
-    /// [`CudaError::NoKernel`] when the module is another one.
-    pub fn new(module: &Arc<Module>) -> Result<Experts, CudaError> {
-        let names =
-            ["experts_up_10", "experts_up_5", "experts_up_any", "experts_down_9", "experts_down_3", "experts_down_any"];
-        Ok(Experts { kernels: names.into_iter().map(|name| module.kernel(name)).collect::<Result<_, _>>()? })
+impl Figures {
+    fn of(args: &Args<'_>, chip: Chip) -> Figures {
+        let (hidden, intermediate) = (args.weights.hidden(), args.weights.intermediate());
+        let (rows, picks, experts) = (args.rows, args.picks, args.weights.experts().len());
+        let pairs = rows * picks;
+        let many = pairs >= MANY_PAIRS * experts;
+        let tile = chip.tiles(rows).then_some(TILE_PAIRS[usize::from(many)]);
+        let gaps = if tile.is_some() { (ATOM - 1) * pairs.min(experts) } else { 0 };
+        let pairs = (pairs + gaps).next_multiple_of(ATOM);
+        let limit = if args.limit == 0.0 { f32::INFINITY } else { args.limit };
+        Figures { rows, picks, experts, hidden, intermediate, pairs, tile, limit }
     }
 
-    pub fn kernels(&self) -> &[Kernel] {
-        &self.kernels
-    }
-
-    /// Both kernels, for `rows` rows: no expert has more pairs. `limit` 0 means no clamp.
-    ///
-    /// # Errors
-    /// [`CudaError::Limit`]; nothing is launched.
-    pub fn launch(
-        &self,
-        gpu: &Gpu,
-        sizes: Sizes,
-        rows: usize,
-        to: Addresses,
-        limit: f32,
-        tuning: Tuning,
-    ) -> Result<(), CudaError> {
-        let limit = if limit == 0.0 { f32::INFINITY } else { limit };
-        let up = (sizes.hidden, chunks::EXPERT_UP, sizes.intermediate / 8, to.up_codes, to.up_scales, to.x, to.between);
-        let down = (
-            sizes.intermediate,
-            chunks::EXPERT_DOWN,
-            sizes.hidden / SLAB,
-            to.down_codes,
-            to.down_scales,
-            to.between,
-            to.out,
-        );
-        for (index, (columns, chunk, slabs, codes, scales, x, out)) in [up, down].into_iter().enumerate() {
-            let blocks = columns / BLOCK;
-            let chunk_blocks = (chunk / BLOCK).min(blocks);
-            let chunk_count = blocks.div_ceil(chunk_blocks);
-            let last = blocks - (chunk_count - 1) * chunk_blocks;
-            let staged_rows = rows.clamp(1, PASS);
-            let staged_bytes = blocks * 2 * staged_rows * 64;
-            let warps = tuning.teams.clamp(1, 15) * chunk_count;
-            let room = gpu.shared_bytes_max.saturating_sub(1024);
-            let fits = |depth: usize| chunk_blocks.is_multiple_of(depth) && last.is_multiple_of(depth);
-            let (depth, name) = deepest(index == 0, warps, room, staged_bytes, fits);
-            let kernel = self.kernels.iter().find(|kernel| kernel.name == name);
-            let kernel = kernel.ok_or_else(|| CudaError::NoKernel { kernel: name.to_string() })?;
-            let refuse = |what, found: usize, max: usize| {
-                let (found, max) = (found as u64, max as u64);
-                let refused = CudaError::Limit { kernel: kernel.name.clone(), what, found, max };
-                if found <= max { Ok(()) } else { Err(refused) }
-            };
-            refuse("what is left of the columns by blocks of 64", columns % BLOCK, 0)?;
-            refuse("the experts a block meets", sizes.experts.div_ceil(gpu.multiprocessors) + 1, SPAN_MAX)?;
-            let parameter = Parameter::new()
-                .address(codes)
-                .address(scales)
-                .address(x)
-                .address(to.active)
-                .address(to.active_count)
-                .address(to.starts)
-                .address(to.pair_row)
-                .address(to.pair_weight)
-                .address(out)
-                .int(columns)
-                .int([sizes.intermediate, sizes.hidden][index])
-                .int(slabs)
-                .int(blocks)
-                .int(chunk_blocks)
-                .int(chunk_count)
-                .float(limit)
-                .int(staged_rows);
-            let shape = Shape {
-                blocks: gpu.multiprocessors,
-                threads: warps * 32,
-                shared_bytes: shared_bytes(warps, depth, staged_bytes),
-                cluster: 1,
-                overlap: tuning.overlap,
-            };
-            gpu.launch(kernel, shape, &[parameter])?;
+    fn room(&self) -> Room {
+        let Figures { experts, pairs, hidden, intermediate, .. } = *self;
+        let mut total = 0;
+        let mut next = |bytes: usize| {
+            let first = total;
+            total += bytes.next_multiple_of(256);
+            first
+        };
+        let tiles = match self.tile {
+            Some(_) => tile_bytes(pairs, 1, hidden).max(tile_bytes(pairs, 1, intermediate)),
+            None => 0,
+        };
+        Room {
+            active: next(experts * 4),
+            active_count: next(4),
+            starts: next((experts + 1) * 4),
+            counts: next(experts * 4),
+            tile_starts: next((experts + 1) * 4),
+            pair_row: next(pairs * 4),
+            pair_weight: next(pairs * 4),
+            pair_of: next(self.rows * self.picks * 4),
+            between: next(pairs * intermediate * 2),
+            tiles: next(tiles),
+            out: next(pairs * hidden * 2),
+            total,
         }
-        Ok(())
     }
 }
 
-/// Shared memory of a block: sums and rings of its warps, and the inputs.
-const fn shared_bytes(warps: usize, depth: usize, staged_bytes: usize) -> usize {
-    warps * (1024 + depth * SLOT) + staged_bytes
+/// Writes the mixture of every row.
+///
+/// # Errors
+/// [`LaunchError`] when the device has no room for working memory, or refuses.
+pub(super) fn run(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
+    let chip = Chip::of(queue.limits());
+    let figures = Figures::of(&args, chip);
+    LaunchError::check_limit("the expert count", figures.experts, crate::moe_route::EXPERTS_MAX)?;
+    let room = figures.room();
+    let memory = queue.take_scratch("experts", room.total)?;
+    if figures.pairs > 0 {
+        let routed = Routed { args: &args, memory: &memory, room: &room, figures: &figures, chip };
+        routed.group(queue)?;
+        for up in [true, false] {
+            match figures.tile {
+                Some(tile) => routed.tile_pass(queue, up, tile)?,
+                None => routed.pass(queue, up)?,
+            }
+        }
+    }
+    let shared_out = shared(queue, args.weights.shared(), args.x, args.rows, figures.limit)?;
+    let shape = ShapeBytes::new().uint(args.rows).uint(args.picks).uint(figures.pairs).uint(figures.hidden);
+    let mut bindings = [
+        Binding::ReadAt(&memory, room.out),
+        Binding::ReadAt(&memory, room.pair_of),
+        Binding::Read(&shared_out),
+        Binding::Write(args.out),
+    ];
+    simple(queue, "experts_combine", &mut bindings, &shape, args.rows * figures.hidden / 2)?;
+    queue.keep_scratch("experts", memory);
+    queue.keep_scratch("experts, shared out", shared_out);
+    Ok(())
 }
 
-/// The deepest kernel that takes these warps and leaves room for the inputs.
-fn deepest(
-    up: bool,
+/// The routed experts of a launch. The parts of the working memory are bound as read, whoever writes them: on CUDA a
+/// binding is an address.
+struct Routed<'a> {
+    args: &'a Args<'a>,
+    memory: &'a Buffer,
+    room: &'a Room,
+    figures: &'a Figures,
+    chip: Chip,
+}
+
+impl Routed<'_> {
+    fn at(&self, offset: usize) -> Binding<'_> {
+        Binding::ReadAt(self.memory, offset)
+    }
+
+    /// Codes and scales of one pass.
+    fn weights(&self, up: bool) -> Result<[Binding<'_>; 2], LaunchError> {
+        let parts = self.args.weights.parts();
+        LaunchError::check_shape("the parts of the experts' weights", parts.len(), 4)?;
+        Ok(if up { [&parts[0], &parts[1]] } else { [&parts[2], &parts[3]] }.map(Binding::Read))
+    }
+
+    fn group(&self, queue: &mut GpuQueue) -> Result<(), LaunchError> {
+        let (room, figures) = (self.room, self.figures);
+        let align = if figures.tile.is_some() { ATOM } else { 1 };
+        let shape = ShapeBytes::new().uint(figures.rows).uint(figures.picks).uint(figures.experts);
+        let shape = shape.uint(align).uint(figures.tile.unwrap_or(PASS));
+        let mut bindings = [
+            Binding::Read(self.args.selected),
+            Binding::Read(self.args.routing),
+            self.at(room.active),
+            self.at(room.active_count),
+            self.at(room.starts),
+            self.at(room.pair_row),
+            self.at(room.pair_weight),
+            self.at(room.pair_of),
+            self.at(room.counts),
+            self.at(room.tile_starts),
+        ];
+        let groups = figures.experts.div_ceil(GROUP_EXPERTS);
+        launch(queue, "experts_group", &mut bindings, &shape, [groups, 512, 0])
+    }
+
+    /// As [`Routed::pass`], for many rows: inputs as tiles, then the products of `tile.cuh`.
+    fn tile_pass(&self, queue: &mut GpuQueue, up: bool, tile: usize) -> Result<(), LaunchError> {
+        let (room, figures) = (self.room, self.figures);
+        let Figures { hidden, intermediate, pairs, .. } = *figures;
+        let columns = if up { hidden } else { intermediate };
+        let (stages, atoms) = (columns.div_ceil(STAGE), pairs / ATOM);
+        let shape = ShapeBytes::new().uint(columns).uint(stages).uint(atoms);
+        let mut bindings = [
+            if up { Binding::Read(self.args.x) } else { self.at(room.between) },
+            self.at(room.pair_row),
+            self.at(room.starts),
+            self.at(room.active_count),
+            self.at(room.tiles),
+        ];
+        let entry = if up { "experts_tiles_up" } else { "experts_tiles_down" };
+        let threads = if up { pairs * stages * 8 } else { pairs * stages * 2 * 32 };
+        simple(queue, entry, &mut bindings, &shape, threads)?;
+        let (chunk, slabs, out_stride) = match up {
+            true => (UP_CHUNK, intermediate / 8, intermediate),
+            false => (DOWN_CHUNK, hidden / SLAB, hidden),
+        };
+        let shape = ShapeBytes::new().uint(stages).uint(chunk / STAGE).uint(slabs).uint(atoms).uint(out_stride);
+        let shape = shape.float(figures.limit);
+        let [codes, scales] = self.weights(up)?;
+        let mut bindings = [
+            codes,
+            scales,
+            self.at(room.tiles),
+            self.at(room.active),
+            self.at(room.active_count),
+            self.at(room.starts),
+            self.at(room.counts),
+            self.at(room.tile_starts),
+            self.at(room.pair_weight),
+            self.at(if up { room.between } else { room.out }),
+        ];
+        let entry = match (up, tile) {
+            (true, 64) => "experts_up_tile_64",
+            (true, _) => "experts_up_tile_128",
+            (false, 64) => "experts_down_tile_64",
+            (false, _) => "experts_down_tile_128",
+        };
+        // Inputs of a stage, and eight slabs' codes and scales; barriers; the way to the first kilobyte boundary.
+        let stage_bytes = (tile * 128 + 8 * (512 + 32)).next_multiple_of(1024);
+        let shared_bytes = 1024 + TILE_SLOTS * (stage_bytes + 16);
+        launch(queue, entry, &mut bindings, &shape, [self.chip.units, TILE_THREADS, shared_bytes])
+    }
+
+    /// Gate, up and activation, or down.
+    fn pass(&self, queue: &mut GpuQueue, up: bool) -> Result<(), LaunchError> {
+        let (room, chip) = (self.room, self.chip);
+        let Figures { hidden, intermediate, .. } = *self.figures;
+        let (columns, chunk, slabs, out_stride) = match up {
+            true => (hidden, UP_CHUNK, intermediate / 8, intermediate),
+            false => (intermediate, DOWN_CHUNK, hidden / SLAB, hidden),
+        };
+        LaunchError::check_limit("the experts a block meets", self.figures.experts.div_ceil(chip.units) + 1, SPAN_MAX)?;
+        let blocks = columns.div_ceil(BLOCK);
+        let chunk_blocks = (chunk / BLOCK).min(blocks);
+        let chunks = blocks.div_ceil(chunk_blocks);
+        let last = blocks - (chunks - 1) * chunk_blocks;
+        let fits = |depth: usize| chunk_blocks.is_multiple_of(depth) && last.is_multiple_of(depth);
+        let cut = cut(up, blocks, chunks, self.args.rows, chip.shared_bytes, fits)?;
+        let shape = ShapeBytes::new()
+            .uint(columns)
+            .uint(out_stride)
+            .uint(slabs)
+            .uint(blocks)
+            .uint(chunk_blocks)
+            .uint(chunks)
+            .float(self.figures.limit)
+            .uint(cut.staged_rows);
+        let [codes, scales] = self.weights(up)?;
+        let mut bindings = [
+            codes,
+            scales,
+            if up { Binding::Read(self.args.x) } else { self.at(room.between) },
+            self.at(room.active),
+            self.at(room.active_count),
+            self.at(room.starts),
+            self.at(room.pair_row),
+            self.at(room.pair_weight),
+            self.at(if up { room.between } else { room.out }),
+        ];
+        launch(queue, cut.kernel, &mut bindings, &shape, [chip.units, cut.warps * 32, cut.shared_bytes])
+    }
+}
+
+/// How a pass is cut.
+#[derive(Debug, PartialEq, Eq)]
+struct Cut {
+    kernel: &'static str,
     warps: usize,
+    staged_rows: usize,
+    shared_bytes: usize,
+}
+
+/// The deepest kernel, with the most rows and teams that the shared memory takes.
+fn cut(
+    up: bool,
+    blocks: usize,
+    chunks: usize,
+    rows: usize,
     room: usize,
-    staged_bytes: usize,
     fits: impl Fn(usize) -> bool,
-) -> (usize, &'static str) {
-    let candidates: [(usize, &str); 3] = if up {
-        [(10, "experts_up_10"), (5, "experts_up_5"), (4, "experts_up_any")]
-    } else {
-        [(9, "experts_down_9"), (3, "experts_down_3"), (4, "experts_down_any")]
+) -> Result<Cut, LaunchError> {
+    LaunchError::check_limit("the chunks of an expert's columns", chunks, 15)?;
+    let candidates: [(usize, &str); 3] = match up {
+        true => [(10, "experts_up_10"), (5, "experts_up_5"), (4, "experts_up_any")],
+        false => [(9, "experts_down_9"), (3, "experts_down_3"), (4, "experts_down_any")],
     };
-    let possible = |(depth, name): &&(usize, &str)| {
-        shared_bytes(warps, *depth, staged_bytes) <= room && (name.ends_with("any") || fits(*depth))
+    let mut least = usize::MAX;
+    let mut staged_rows = rows.clamp(1, PASS);
+    loop {
+        // A kernel takes at most 20 warps and 15 teams.
+        for teams in (1..=TEAMS.min(20 / chunks).max(1)).rev() {
+            let warps = teams * chunks;
+            for (depth, kernel) in candidates {
+                let shared_bytes = warps * (1024 + depth * SLOT) + blocks * 2 * staged_rows * 64;
+                least = least.min(shared_bytes);
+                if shared_bytes <= room && (kernel.ends_with("any") || fits(depth)) {
+                    return Ok(Cut { kernel, warps, staged_rows, shared_bytes });
+                }
+            }
+        }
+        if staged_rows == 1 {
+            LaunchError::check_limit("the experts' shared memory", least, room)?;
+        }
+        staged_rows = (staged_rows / 2).max(1);
+    }
+}
+
+/// The shared expert: `[rows, hidden]` f32, rounded to bf16, in memory of the queue.
+fn shared(queue: &mut GpuQueue, weights: &Shared, x: &Buffer, rows: usize, limit: f32) -> Result<Buffer, LaunchError> {
+    let (hidden, intermediate) = (weights.w1.columns(), weights.w1.rows());
+    // Where the next linear wants tiles, the activation is written as tiles.
+    let tiled = Chip::of(queue.limits()).tiles(rows);
+    let stride = intermediate.next_multiple_of(if tiled { STAGE } else { FP8_BLOCK });
+    let (bytes, atoms) = match tiled {
+        true => (tile_bytes(rows, 1, intermediate), rows.div_ceil(ATOM)),
+        false => (rows * stride * 2, 0),
     };
-    *candidates.iter().find(possible).unwrap_or(&candidates[2])
+    let mut gate = queue.take_scratch("experts, shared gate", rows * intermediate * 4)?;
+    let mut up = queue.take_scratch("experts, shared up", rows * intermediate * 4)?;
+    let mut activation = queue.take_scratch("experts, shared activation", bytes)?;
+    let mut out = queue.take_scratch("experts, shared out", rows * hidden * 4)?;
+    let input = Input::F32 { buffer: x, chosen: None };
+    fp8(queue, &mut [product(&weights.w1, &mut gate), product(&weights.w3, &mut up)], hidden, UP_CHUNK, rows, input)?;
+    let shape = ShapeBytes::new().uint(rows).uint(intermediate).uint(stride).float(limit).uint(atoms);
+    let mut bindings = [Binding::Read(&gate), Binding::Read(&up), Binding::Write(&mut activation)];
+    simple(queue, "experts_activate", &mut bindings, &shape, rows * stride)?;
+    let input = Input::Bf16 { buffer: &activation };
+    fp8(queue, &mut [product(&weights.w2, &mut out)], intermediate, DOWN_CHUNK, rows, input)?;
+    queue.keep_scratch("experts, shared gate", gate);
+    queue.keep_scratch("experts, shared up", up);
+    queue.keep_scratch("experts, shared activation", activation);
+    Ok(out)
+}
+
+fn product<'a>(weights: &'a Fp8Weights, out: &'a mut Buffer) -> cuda::Product<'a> {
+    let (codes, scales) = weights.buffers();
+    cuda::Product { codes, scales: Some(scales), weight_rows: weights.rows(), out, finish: Finish::Bf16 }
+}
+
+fn fp8<'a>(
+    queue: &mut GpuQueue,
+    products: &mut [cuda::Product<'a>],
+    columns: usize,
+    chunk: usize,
+    rows: usize,
+    input: Input<'a>,
+) -> Result<(), LaunchError> {
+    cuda::run(queue, Linear { format: Format::Fp8, columns, groups: 1, chunk, rows, input, products })
+}
+
+/// An entry whose blocks of 256 threads stride over `threads` items.
+fn simple(
+    queue: &mut GpuQueue,
+    entry: &'static str,
+    bindings: &mut [Binding<'_>],
+    shape: &ShapeBytes,
+    threads: usize,
+) -> Result<(), LaunchError> {
+    let groups = threads.div_ceil(256).min(queue.limits().units as usize * 8);
+    launch(queue, entry, bindings, shape, [groups, 256, 0])
+}
+
+fn launch(
+    queue: &mut GpuQueue,
+    entry: &'static str,
+    bindings: &mut [Binding<'_>],
+    shape: &ShapeBytes,
+    [groups, threads, shared_bytes]: [usize; 3],
+) -> Result<(), LaunchError> {
+    let (groups, threads, shared_bytes) = (groups as u32, threads as u32, shared_bytes as u32);
+    let shape = shape.bytes();
+    queue.launch_tuned(
+        Launch { program: &PROGRAM, entry, bindings, shape, groups, threads, shared_bytes },
+        Tuning { cluster: 1, overlap: true },
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_size_and_chip_finds_a_kernel_that_fits() {
+        let chunk = |blocks: usize, chunk: usize| {
+            let most = (chunk / BLOCK).min(blocks);
+            (most, blocks.div_ceil(most))
+        };
+        for room in [98 << 10, 162 << 10, 226 << 10] {
+            for (hidden, intermediate) in [(128_usize, 64_usize), (160, 64), (5120, 2304), (192, 128)] {
+                for (up, columns, length) in [(true, hidden, UP_CHUNK), (false, intermediate, DOWN_CHUNK)] {
+                    let blocks = columns.div_ceil(BLOCK);
+                    let (chunk_blocks, chunks) = chunk(blocks, length);
+                    let last = blocks - (chunks - 1) * chunk_blocks;
+                    let fits = |depth: usize| chunk_blocks.is_multiple_of(depth) && last.is_multiple_of(depth);
+                    for rows in [1, 6, 8, 2048] {
+                        let cut = cut(up, blocks, chunks, rows, room, fits).expect("there is a way");
+                        assert!(cut.shared_bytes <= room && cut.warps <= 20 && cut.warps % chunks == 0, "{cut:?}");
+                    }
+                }
+            }
+        }
+        assert!(cut(true, 80, 4, 8, 8 << 10, |_| true).is_err());
+        let best = cut(true, 80, 4, 8, 226 << 10, |_| true).expect("fits");
+        assert_eq!((best.kernel, best.warps, best.staged_rows), ("experts_up_10", 16, 8));
+    }
 }

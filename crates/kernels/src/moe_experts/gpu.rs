@@ -12,7 +12,7 @@ const BLOCK: usize = 32;
 pub(super) fn run(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
     match queue.backend() {
         Backend::Metal => metal(queue, args),
-        Backend::Cuda => Err(queue.unsupported("moe_experts")),
+        Backend::Cuda => super::cuda::run(queue, args),
     }
 }
 

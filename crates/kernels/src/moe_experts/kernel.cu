@@ -3,7 +3,7 @@
 //   down  y[p][n] = bf16(QDQ8(h[p]) w2^T)
 // A pair is one row's pick of one expert; pairs are ordered by (expert, row), `starts` says where an expert's begin.
 // in   weights, scales  packed by pack_cuda.rs: slabs of 16 rows; up holds 8 rows of w1, then the same 8 of w3
-//      x [rows, x_stride] bf16 (up, already QDQ8'd) or h [pairs, x_stride] bf16 (down)
+//      x [rows, columns] float32 that holds bf16 values (up, already QDQ8'd) or h [pairs, columns] bf16 (down)
 // out  out [pairs, out_stride] bf16
 // grid any number of blocks; chunks * teams warps of 32, teams at most 15; dynamic shared memory: inputs and partials
 // sum  per chunk of columns a chain of k16 tensor-core steps, ascending; chunks left to right in float32; one rounding
@@ -11,20 +11,25 @@
 //      staged rows reads its weights again
 #include "math.cuh"
 #include "tensor.cuh"
+#include "tile.cuh"
+
+struct ExpertShape {
+    int columns, out_stride, slabs, blocks, chunk_blocks, chunks;
+    float limit;
+    int staged_rows;             // 1 to 8: pairs of an expert in one pass at most
+};
 
 struct ExpertArgs {
     const uint4* weights;        // [experts, slabs, blocks, 32 lanes] of 16 bytes; a block is 64 columns
     const u32* scales;           // [experts, slabs, blocks, 8] words of four codes
-    const u16* x;
+    const void* x;
     const u32* active;           // [active_count] expert ids
     const u32* active_count;
     const u32* starts;           // [active_count + 1]
     const u32* pair_row;         // [pairs]
     const float* pair_weight;    // [pairs]
     u16* out;
-    int x_stride, out_stride, slabs, blocks, chunk_blocks, chunks;
-    float limit;
-    int staged_rows;             // 1 to 8: pairs of an expert in one pass at most
+    ExpertShape shape;
 };
 
 constexpr int SPAN_MAX = 16;  // experts that one block meets
@@ -33,18 +38,19 @@ constexpr int SLOT = 640;     // bytes of a block in the ring: codes and scale w
 template <int DEPTH, bool WHOLE, bool UP>
 __device__ __forceinline__ void experts(const ExpertArgs& args) {
     extern __shared__ __align__(128) char shared_bytes[];
+    const ExpertShape& shape = args.shape;
     __shared__ u32 expert_ids[SPAN_MAX], starts[SPAN_MAX + 1];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int chunks = args.chunks, teams = blockDim.x / 32 / chunks, team = warp / chunks, chunk = warp % chunks;
-    const int slabs = args.slabs, g = lane / 4, t = lane % 4;
-    const int first_block = chunk * args.chunk_blocks;
-    const int chunk_blocks = min(args.chunk_blocks, args.blocks - first_block);
+    const int chunks = shape.chunks, teams = blockDim.x / 32 / chunks, team = warp / chunks, chunk = warp % chunks;
+    const int slabs = shape.slabs, g = lane / 4, t = lane % 4;
+    const int first_block = chunk * shape.chunk_blocks;
+    const int chunk_blocks = min(shape.chunk_blocks, shape.blocks - first_block);
     // Sums [teams, 2, chunks, 32], a ring of weights [warps, DEPTH] that each lane fills and reads for itself, then inputs
     // [blocks, 2, rows, 64 bytes].
     float4* const sums = (float4*)shared_bytes;
     char* const ring = shared_bytes + (size_t)blockDim.x * 32 + (size_t)warp * DEPTH * SLOT;
     char* const staged = shared_bytes + (size_t)blockDim.x * 32 + (size_t)blockDim.x / 32 * DEPTH * SLOT;
-    const int rows = args.staged_rows;
+    const int rows = shape.staged_rows;
 
     if (UP) wait_for_inputs();
     const u32 total = *args.active_count * slabs;
@@ -70,10 +76,10 @@ __device__ __forceinline__ void experts(const ExpertArgs& args) {
         return u;
     };
     const auto weights_of = [&](Unit u) {
-        return args.weights + (((size_t)expert_ids[u.a] * slabs + u.slab) * args.blocks + first_block) * 32 + lane;
+        return args.weights + (((size_t)expert_ids[u.a] * slabs + u.slab) * shape.blocks + first_block) * 32 + lane;
     };
     const auto scales_of = [&](Unit u) {
-        return args.scales + (((size_t)expert_ids[u.a] * slabs + u.slab) * args.blocks + first_block) * 8 + g;
+        return args.scales + (((size_t)expert_ids[u.a] * slabs + u.slab) * shape.blocks + first_block) * 8 + g;
     };
 
     const auto load = [&](int slot, const uint4* codes, const u32* scales) {
@@ -106,17 +112,22 @@ __device__ __forceinline__ void experts(const ExpertArgs& args) {
             __syncthreads();
             // A column without a pair reads the last pair's row: it depends on nothing else and is not stored.
             for (int row = 0; row < count; row++) {
-                const u16* x = args.x + (size_t)(UP ? args.pair_row[pair0 + row] : pair0 + row) * args.x_stride;
-                for (int quad = threadIdx.x; quad < args.blocks * 8; quad += blockDim.x) {
+                const size_t first = (size_t)(UP ? args.pair_row[pair0 + row] : pair0 + row) * shape.columns;
+                for (int quad = threadIdx.x; quad < shape.blocks * 8; quad += blockDim.x) {
+                    // The last block may be half a block: columns beyond are zero.
+                    const bool present = quad * 8 < shape.columns;
                     char* to = staged + (size_t)(quad / 4 * rows + row) * 64 + (quad & 1) * 32 + (quad >> 1 & 1) * 8;
                     if (UP) {
-                        const uint4 v = *(const uint4*)(x + quad * 8);
-                        *(uint2*)to = make_uint2(v.x, v.y);
-                        *(uint2*)(to + 16) = make_uint2(v.z, v.w);
+                        const float* x = (const float*)args.x + first + quad * 8;
+                        float4 low = make_float4(0.0f, 0.0f, 0.0f, 0.0f), high = low;
+                        if (present) low = *(const float4*)x, high = *(const float4*)(x + 4);
+                        *(uint2*)to = make_uint2(bf16_pair(low.x, low.y), bf16_pair(low.z, low.w));
+                        *(uint2*)(to + 16) = make_uint2(bf16_pair(high.x, high.y), bf16_pair(high.z, high.w));
                         continue;
                     }
                     // Four neighbouring threads round a block of 32; rows have whole blocks, so the four are active together.
-                    const uint4 v = *(const uint4*)(x + quad * 8);
+                    uint4 v = make_uint4(0, 0, 0, 0);
+                    if (present) v = *(const uint4*)((const u16*)args.x + first + quad * 8);
                     u32 words[4] = {v.x, v.y, v.z, v.w};
                     u32 amax = 0;
 #pragma unroll
@@ -139,8 +150,8 @@ __device__ __forceinline__ void experts(const ExpertArgs& args) {
             while (unit.a == a && unit.pass == pass) {
                 // The next slab of the same expert is a step away; anything else is looked up.
                 Unit next_unit = {a, pass, unit.slab + teams};
-                const uint4* next = here + (size_t)teams * args.blocks * 32;
-                const u32* next_scales = here_scales + (size_t)teams * args.blocks * 8;
+                const uint4* next = here + (size_t)teams * shape.blocks * 32;
+                const u32* next_scales = here_scales + (size_t)teams * shape.blocks * 8;
                 bool more = true;
                 if (next_unit.slab >= slab_end(a)) {
                     next_unit = settle(next_unit);
@@ -205,10 +216,10 @@ __device__ __forceinline__ void experts(const ExpertArgs& args) {
                     for (int i = 0; i < 2; i++) {
                         const int column = 2 * t + i;
                         if (column >= count) continue;
-                        u16* out = args.out + (size_t)(pair0 + column) * args.out_stride;
+                        u16* out = args.out + (size_t)(pair0 + column) * shape.out_stride;
                         if (UP) {
-                            const float gate = min_second(args.limit, bf16_round(value[i]));
-                            const float up = min_second(args.limit, max_second(-args.limit, bf16_round(value[i + 2])));
+                            const float gate = min_second(shape.limit, bf16_round(value[i]));
+                            const float up = min_second(shape.limit, max_second(-shape.limit, bf16_round(value[i + 2])));
                             out[unit.slab * 8 + g] = f32_to_bf16(silu(gate) * up * args.pair_weight[pair0 + column]);
                         } else {
                             out[unit.slab * 16 + g] = f32_to_bf16(value[i]);
@@ -225,10 +236,294 @@ __device__ __forceinline__ void experts(const ExpertArgs& args) {
 }
 
 #define EXPERTS(name, threads, depth, whole, up) \
-    extern "C" __global__ void __launch_bounds__(threads, 1) name(ExpertArgs args) { experts<depth, whole, up>(args); }
+    extern "C" __global__ void __launch_bounds__(threads, 1) \
+        name(const uint4* weights, const u32* scales, const void* x, const u32* active, const u32* active_count, const u32* starts, \
+             const u32* pair_row, const float* pair_weight, u16* out, ExpertShape shape) { \
+        experts<depth, whole, up>({weights, scales, x, active, active_count, starts, pair_row, pair_weight, out, shape}); \
+    }
 EXPERTS(experts_up_10, 640, 10, true, true)
 EXPERTS(experts_up_5, 640, 5, true, true)
 EXPERTS(experts_up_any, 640, 4, false, true)
 EXPERTS(experts_down_9, 640, 9, true, false)
 EXPERTS(experts_down_3, 640, 3, true, false)
 EXPERTS(experts_down_any, 640, 4, false, false)
+
+constexpr int EXPERTS_MAX = 512;  // moe_route::EXPERTS_MAX
+constexpr int TILE = 4096;        // picks that lie in shared memory at a time
+
+struct GroupShape {
+    int rows, picks, experts;
+    int align;      // of an expert's first pair: 1, or 8 where pairs go in tiles
+    int tile;       // pairs of a tile
+};
+
+// Sorts the picks by (expert, row). One block a 16 experts; each counts all picks, since that is quicker than to meet.
+// A pick of an expert that does not exist has no pair.
+// in   selected, routing [rows, picks]
+// out  active, active_count, starts, pair_row, pair_weight as above (starts has one entry more than there are active experts);
+//      counts [active]: pairs; tile_starts [active + 1]: tiles of pairs before the expert's; pair_row is ~0 where alignment leaves
+//      a gap; pair_of [rows, picks]: the pairs of each row in ascending expert id, ~0 for none
+extern "C" __global__ void __launch_bounds__(512, 1)
+    experts_group(const u32* selected, const float* routing, u32* active, u32* active_count, u32* starts, u32* pair_row,
+                  float* pair_weight, u32* pair_of, u32* counts, u32* tile_starts, GroupShape shape) {
+    __shared__ u32 begins[EXPERTS_MAX], sums[16], actives[16], tile_sums[16];
+    __shared__ u16 ids[TILE];
+    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+    const int count = shape.rows * shape.picks;
+    begins[thread] = 0;
+    __syncthreads();
+    let_next_start();
+    wait_for_inputs();
+    for (int i = thread; i < count; i += 512) {
+        const u32 id = selected[i];
+        if (id < (u32)shape.experts) atomicAdd(begins + id, 1);
+        else if (blockIdx.x == 0) pair_of[i] = ~0u;
+    }
+    __syncthreads();
+    // Counts to starts, and each expert's place among those with pairs.
+    const u32 own = begins[thread], room = (own + shape.align - 1) / shape.align * shape.align;
+    const u32 own_tiles = (own + shape.tile - 1) / shape.tile;
+    u32 before = room, tiles_before = own_tiles, active_before = __popc(__ballot_sync(~0u, own != 0) & ((1u << lane) - 1));
+    for (int step = 1; step < 32; step *= 2) {
+        const u32 other = __shfl_up_sync(~0u, before, step), other_tiles = __shfl_up_sync(~0u, tiles_before, step);
+        if (lane >= step) before += other, tiles_before += other_tiles;
+    }
+    if (lane == 31) sums[warp] = before, tile_sums[warp] = tiles_before, actives[warp] = active_before + (own != 0);
+    __syncthreads();
+    for (int i = 0; i < warp; i++) before += sums[i], tiles_before += tile_sums[i], active_before += actives[i];
+    before -= room, tiles_before -= own_tiles;
+    begins[thread] = before;
+    if (blockIdx.x == 0) {
+        if (own) {
+            active[active_before] = thread, starts[active_before] = before;
+            counts[active_before] = own, tile_starts[active_before] = tiles_before;
+        }
+        if (thread == 511) {
+            active_before += own != 0;
+            *active_count = active_before, starts[active_before] = before + room, tile_starts[active_before] = tiles_before + own_tiles;
+        }
+        for (u32 i = own; i < room; i++) pair_row[before + i] = ~0u;
+    }
+    // A warp places the picks of its expert, row by row.
+    const int expert = blockIdx.x * 16 + warp;
+    u32 next = 0;
+    for (int first = 0; first < count; first += TILE) {
+        const int here = min(TILE, count - first);
+        __syncthreads();
+        if (first == 0 && expert < EXPERTS_MAX) next = begins[expert];
+        for (int i = thread; i < here; i += 512) ids[i] = (u16)min(selected[first + i], 0xffffu);
+        __syncthreads();
+        if (expert >= shape.experts) continue;
+        for (int i = lane; i < ((here + 31) & ~31); i += 32) {
+            const bool mine = i < here && ids[i] == expert;
+            const u32 all = __ballot_sync(~0u, mine);
+            if (mine) {
+                const int pick = first + i, row = pick / shape.picks;
+                const u32 pair = next + __popc(all & ((1u << lane) - 1));
+                u32 smaller = 0;
+                for (int j = row * shape.picks; j < (row + 1) * shape.picks; j++) smaller += selected[j] < (u32)expert;
+                pair_row[pair] = row;
+                pair_weight[pair] = routing[pick];
+                pair_of[row * shape.picks + smaller] = pair;
+            }
+            next += __popc(all);
+        }
+    }
+}
+
+// Where column `column` of row `row` lies in tiles of `atoms` atoms (tile.cuh), in values of 16 bits.
+__device__ __forceinline__ size_t tile_place(u32 row, u32 column, u32 atoms) {
+    const u32 inside = column % 16, half = inside / 2 % 2;
+    const u32 piece = column % 64 / 16 * 2 + half, word = inside / 4;
+    return (((size_t)(column / 64) * atoms + row / 8) * 64 + row % 8 * 8 + (piece ^ (row % 8))) * 8 + word * 2 + column % 2;
+}
+
+struct ActivateShape {
+    int rows, columns, stride;
+    float limit;
+    int atoms;      // 0: rows as they are; else tiles
+};
+
+// The shared expert's activation: out[r][i] = QDQ8(bf16(silu(min(limit, gate)) * clamp(up))), i below `columns`; zero from
+// there to `stride`. One warp a block of 32.
+// in   gate, up [rows, columns] float32 that holds bf16 values          out  [rows, stride] bf16, or tiles of it
+extern "C" __global__ void __launch_bounds__(256) experts_activate(const float* gate, const float* up, u16* out, ActivateShape shape) {
+    let_next_start();
+    wait_for_inputs();
+    const int lane = threadIdx.x % 32, blocks = shape.stride / 32;
+    for (int block = blockIdx.x * 8 + threadIdx.x / 32; block < shape.rows * blocks; block += gridDim.x * 8) {
+        const int row = block / blocks, column = block % blocks * 32 + lane;
+        float value = 0.0f;
+        if (column < shape.columns) {
+            const size_t at = (size_t)row * shape.columns + column;
+            const float g = min_second(shape.limit, gate[at]);
+            const float u = min_second(shape.limit, max_second(-shape.limit, up[at]));
+            value = bf16_round(silu(g) * u);
+        }
+        const size_t at = shape.atoms ? tile_place(row, column, shape.atoms) : (size_t)row * shape.stride + column;
+        out[at] = (u16)(__float_as_uint(fp8_round_block(value)) >> 16);
+    }
+}
+
+struct CombineShape {
+    int rows, picks, pairs, hidden;
+};
+
+// out[r] = bf16(0 + the row's pairs in ascending expert id + the shared expert), added in float32.
+// in   pairs [pairs, hidden] bf16; pair_of [rows, picks]; shared [rows, hidden] float32       out  [rows, hidden] float32
+extern "C" __global__ void __launch_bounds__(256)
+    experts_combine(const u32* pairs, const u32* pair_of, const float* shared, float* out, CombineShape shape) {
+    let_next_start();
+    wait_for_inputs();
+    const int half = shape.hidden / 2;
+    const u32 total = (u32)shape.rows * half;
+    for (u32 i = blockIdx.x * 256 + threadIdx.x; i < total; i += gridDim.x * 256) {
+        const u32 row = i / half, column = i % half;
+        float low = 0.0f, high = 0.0f;
+        for (int pick = 0; pick < shape.picks; pick++) {
+            const u32 pair = pair_of[row * shape.picks + pick];
+            if (pair >= (u32)shape.pairs) continue;
+            const u32 both = pairs[(size_t)pair * half + column];
+            low += __uint_as_float(both << 16), high += __uint_as_float(both & 0xffff0000u);
+        }
+        const float2 last = ((const float2*)shared)[i];
+        ((float2*)out)[i] = make_float2(bf16_round(low + last.x), bf16_round(high + last.y));
+    }
+}
+
+struct PairTilesShape {
+    int columns, stages, atoms;
+};
+
+// The inputs of every pair as tile.cuh wants them. One thread a piece, all pairs that there is room for.
+// in   x [rows, columns] float32; pair_row [atoms * 8], ~0 for none; starts, active_count: pairs end at starts[active_count]
+// out  [stages, atoms, 8, 8] of 16 bytes
+extern "C" __global__ void __launch_bounds__(256)
+    experts_tiles_up(const float* x, const u32* pair_row, const u32* starts, const u32* active_count, uint4* out, PairTilesShape shape) {
+    let_next_start();
+    wait_for_inputs();
+    const u32 pieces = shape.stages * 8, total = starts[*active_count] * pieces;
+    for (u32 i = blockIdx.x * 256 + threadIdx.x; i < total; i += gridDim.x * 256) {
+        const u32 pair = i / pieces, part = i % pieces, piece = part % 8, first = part / 8 * 64 + piece / 2 * 16 + piece % 2 * 2;
+        const u32 row = pair_row[pair];
+        if (row == ~0u) continue;
+        const float* from = x + (size_t)row * shape.columns;
+        u32 words[4];
+#pragma unroll
+        for (u32 j = 0; j < 4; j++) {
+            // Columns are whole blocks of 32.
+            const float2 v = first + 4 * j < (u32)shape.columns ? *(const float2*)(from + first + 4 * j) : make_float2(0.0f, 0.0f);
+            words[j] = bf16_pair(v.x, v.y);
+        }
+        out[((size_t)(part / 8) * shape.atoms + pair / 8) * 64 + pair % 8 * 8 + (piece ^ (pair % 8))] =
+            make_uint4(words[0], words[1], words[2], words[3]);
+    }
+}
+
+// QDQ8 of every pair's activation, as tile.cuh wants it. One warp a block of 32.
+// in   h [pairs, columns] bf16; pair_row, starts, active_count as above           out  [stages, atoms, 8, 8] of 16 bytes
+extern "C" __global__ void __launch_bounds__(256)
+    experts_tiles_down(const u16* h, const u32* pair_row, const u32* starts, const u32* active_count, u16* out, PairTilesShape shape) {
+    let_next_start();
+    wait_for_inputs();
+    const u32 lane = threadIdx.x % 32, blocks = shape.stages * 2, total = starts[*active_count] * blocks;
+    for (u32 i = blockIdx.x * 8 + threadIdx.x / 32; i < total; i += gridDim.x * 8) {
+        const u32 pair = i / blocks, column = i % blocks * 32 + lane;
+        if (pair_row[pair] == ~0u) continue;
+        const float value = column < (u32)shape.columns ? bf16_to_f32(h[(size_t)pair * shape.columns + column]) : 0.0f;
+        out[tile_place(pair, column, shape.atoms)] = (u16)(__float_as_uint(fp8_round_block(value)) >> 16);
+    }
+}
+
+struct ExpertTileShape {
+    int blocks, chunk_stages, slabs, atoms, out_stride;
+    float limit;
+};
+
+// The experts' products for many rows, blocks that take tiles in turn: (expert, 8 slabs, N of its pairs), pairs innermost.
+template <int N, bool UP>
+__device__ __forceinline__ void expert_tiles(const uint4* weights, const u32* scales, const char* x, const u32* active,
+                                             const u32* active_count, const u32* starts, const u32* counts,
+                                             const u32* tile_starts, const float* pair_weight, u16* out, const ExpertTileShape& shape) {
+#if HAS_WGMMA
+    extern __shared__ __align__(128) char shared_bytes[];
+    using Room = TileRoom<TileFp4, 1, N, false>;
+    char* const room = tile_room(shared_bytes);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const u32 slab_tiles = (shape.slabs + 7) / 8;
+    Ring<TileFp4> ring;
+    start_tiles<Room, TileFp4>(room);
+    let_next_start();
+    wait_for_inputs();
+    const u32 experts = *active_count, total = tile_starts[experts] * slab_tiles;
+    struct Tile { u32 expert, slab, pair, count; };
+    const auto tile_at = [&](u32 tile) -> Tile {
+        // The last expert whose tiles begin at or before this one.
+        u32 low = 0, high = experts;
+        while (high - low > 1) {
+            const u32 middle = (low + high) / 2;
+            if (tile_starts[middle] * slab_tiles <= tile) low = middle;
+            else high = middle;
+        }
+        const u32 own = tile_starts[low + 1] - tile_starts[low], local = tile - tile_starts[low] * slab_tiles;
+        const u32 first = local % own * N;
+        return {active[low], local / own * 8, starts[low] + first, min(counts[low] - first, (u32)N)};
+    };
+    if (warp >= 8) {
+        give_registers();
+        if (warp > 8) return;
+        const size_t stride = (size_t)shape.atoms * 1024;
+        for (u32 index = blockIdx.x; index < total; index += gridDim.x) {
+            const Tile tile = tile_at(index);
+            // Lanes 0 to 7 fetch codes of a slab, 8 to 15 scales; slabs beyond the last are computed and dropped.
+            const u32 slab = min(tile.slab + lane % 8, (u32)shape.slabs - 1);
+            const size_t at = ((size_t)tile.expert * shape.slabs + slab) * shape.blocks;
+            const char* from = lane < 8 ? (const char*)(weights + at * 32) : (const char*)(scales + at * 8);
+            const u32 piece = lane < 8 ? 512 : 32, to = N * 128 + (lane < 8 ? lane * 512 : 4096 + lane % 8 * 32);
+            const char* inputs = x + (size_t)tile.pair * 128;
+            for (int stage = 0; stage < shape.blocks; stage++, inputs += stride, from += piece)
+                fetch_stage<Room, TileFp4>(room, ring, inputs, (tile.count + 7) / 8 * 1024, [&](u32 slot, u32 barrier) {
+                    if (lane < 16) fetch(slot + to, from, piece, barrier);
+                });
+        }
+        return;
+    }
+    take_registers();
+    for (u32 index = blockIdx.x; index < total; index += gridDim.x) {
+        const Tile tile = tile_at(index);
+        const TileFp4::Source none[1] = {};
+        tile_product<TileFp4, 1, N, false>(room, ring, none, shape.blocks * 2, shape.chunk_stages, [&](int, const float (&sum)[N / 2]) {
+            const u32 slab = tile.slab + warp;
+            if (slab >= (u32)shape.slabs) return;
+#pragma unroll
+            for (int i = 0; i < N / 2; i += 4) {
+#pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    const u32 token = i / 4 * 8 + 2 * (lane % 4) + j;
+                    if (token >= tile.count) continue;
+                    u16* const to = out + (size_t)(tile.pair + token) * shape.out_stride;
+                    if (UP) {
+                        const float gate = min_second(shape.limit, bf16_round(sum[i + j]));
+                        const float up = min_second(shape.limit, max_second(-shape.limit, bf16_round(sum[i + j + 2])));
+                        to[slab * 8 + lane / 4] = f32_to_bf16(silu(gate) * up * pair_weight[tile.pair + token]);
+                    } else {
+                        to[slab * 16 + lane / 4] = f32_to_bf16(sum[i + j]);
+                        to[slab * 16 + lane / 4 + 8] = f32_to_bf16(sum[i + j + 2]);
+                    }
+                }
+            }
+        });
+    }
+#endif
+}
+
+#define EXPERT_TILES(name, n, up) \
+    extern "C" __global__ void __launch_bounds__(TILE_THREADS, 1) \
+        name(const uint4* weights, const u32* scales, const char* x, const u32* active, const u32* active_count, const u32* starts, \
+             const u32* counts, const u32* tile_starts, const float* pair_weight, u16* out, ExpertTileShape shape) { \
+        expert_tiles<n, up>(weights, scales, x, active, active_count, starts, counts, tile_starts, pair_weight, out, shape); \
+    }
+EXPERT_TILES(experts_up_tile_64, 64, true)
+EXPERT_TILES(experts_up_tile_128, 128, true)
+EXPERT_TILES(experts_down_tile_64, 64, false)
+EXPERT_TILES(experts_down_tile_128, 128, false)

@@ -17,7 +17,6 @@
 
 pub(crate) mod contract;
 mod cpu;
-#[cfg(feature = "cuda")]
 pub mod cuda;
 mod gpu;
 mod launch;

@@ -89,6 +89,22 @@ impl Weights {
         Ok(Weights { experts, shared, parts })
     }
 
+    /// `count` experts whose packed bytes are already on a CUDA device, as [`pack_cuda`] lays them out: up codes, up scales,
+    /// down codes and down scales, each of all experts. For random weights that are made there.
+    ///
+    /// # Errors
+    /// [`LaunchError::Shape`] when a buffer's length is not the packed one.
+    pub fn from_packed(count: usize, shared: Shared, parts: [Buffer; 4]) -> Result<Weights, LaunchError> {
+        let (hidden, intermediate) = (shared.w1.columns(), shared.w1.rows());
+        for (part, bytes) in parts.iter().zip(pack_cuda::packed_len(hidden, intermediate)) {
+            LaunchError::check_shape("the bytes of the experts' part", part.len_bytes(), count * bytes)?;
+        }
+        let expert = |_| Expert { hidden, intermediate, held: Held::Parts(Vec::new()) };
+        let mut weights = Weights::new((0..count).map(expert).collect(), shared)?;
+        weights.parts = parts.into();
+        Ok(weights)
+    }
+
     /// On a GPU: each part of all experts.
     pub(crate) fn parts(&self) -> &[Buffer] {
         &self.parts

@@ -10,6 +10,7 @@
 //!   d0                       s                     e1 e0  m
 //!   d2        s  m    e1 e0
 //! scales [slabs][blocks][8 g] words of four bytes: row g and g + 8 of the first 32 columns, then of the second
+//! a half block at the end of a row holds code 0 and scale 2^0 beyond the columns
 //! up: slab i holds rows 8i..8i+7 of w1, then the same rows of w3.   down: slab i holds rows 16i..16i+15 of w2
 //! ```
 //! `c0 d0` and the like stand for pairs of neighbours: one mask and at most three shifts bring two codes to bf16's places.
@@ -43,14 +44,21 @@ fn down_row(slab: usize, row: usize) -> (usize, usize) {
     (0, slab * SLAB + row)
 }
 
+/// Bytes of one expert's packed up codes, up scales, down codes and down scales.
+pub const fn packed_len(hidden: usize, intermediate: usize) -> [usize; 4] {
+    let up = 2 * intermediate * hidden.next_multiple_of(BLOCK);
+    let down = hidden * intermediate.next_multiple_of(BLOCK);
+    [up / 2, up / GROUP, down / 2, down / GROUP]
+}
+
 /// `w1` and `w3` for the first kernel and `w2` for the second.
 ///
 /// # Errors
-/// [`PackError`] when a dimension is no multiple of 64 (`hidden`, `intermediate`), a byte count differs from the shape, or a
+/// [`PackError`] when a dimension is no multiple of 32 (`hidden`, `intermediate`), a byte count differs from the shape, or a
 /// scale is outside [`SCALE_CODES`].
 pub fn pack(bytes: ExpertBytes<'_>, hidden: usize, intermediate: usize) -> Result<(Packed, Packed), PackError> {
-    check_multiple("the hidden size", hidden, BLOCK)?;
-    check_multiple("the expert's intermediate size", intermediate, BLOCK)?;
+    check_multiple("the hidden size", hidden, GROUP)?;
+    check_multiple("the expert's intermediate size", intermediate, GROUP)?;
     let checked = [
         ("w1", bytes.w1, "the scale of w1", bytes.w1_scale, intermediate, hidden),
         ("w3", bytes.w3, "the scale of w3", bytes.w3_scale, intermediate, hidden),
@@ -80,11 +88,14 @@ pub fn unpack(up: &Packed, down: &Packed, hidden: usize, intermediate: usize) ->
 fn pack_matrix(matrices: &[(&[u8], &[u8])], row_of: RowOf, slabs: usize, columns: usize) -> Packed {
     let mut packed = Packed { codes: Vec::new(), scales: Vec::new() };
     for slab in 0..slabs {
-        for block in 0..columns / BLOCK {
+        for block in 0..columns.div_ceil(BLOCK) {
             for lane in 0..32 {
                 for word in 0..4 {
                     let column = block * BLOCK + word * 16 + lane % 4 * 4;
                     let four = |row: usize| -> [u8; 4] {
+                        if column >= columns {
+                            return [0; 4];
+                        }
                         let (matrix, row) = row_of(slab, row);
                         let bytes = &matrices[matrix].0[(row * columns + column) / 2..][..2];
                         [bytes[0] & 15, bytes[0] >> 4, bytes[1] & 15, bytes[1] >> 4]
@@ -95,7 +106,9 @@ fn pack_matrix(matrices: &[(&[u8], &[u8])], row_of: RowOf, slabs: usize, columns
             for g in 0..8 {
                 for byte in 0..4 {
                     let (matrix, row) = row_of(slab, g + byte % 2 * 8);
-                    packed.scales.push(matrices[matrix].1[(row * columns + block * BLOCK) / GROUP + byte / 2]);
+                    let group = block * 2 + byte / 2;
+                    let inside = group < columns / GROUP;
+                    packed.scales.push(if inside { matrices[matrix].1[row * (columns / GROUP) + group] } else { 127 });
                 }
             }
         }
@@ -104,10 +117,13 @@ fn pack_matrix(matrices: &[(&[u8], &[u8])], row_of: RowOf, slabs: usize, columns
 }
 
 fn unpack_matrix(packed: &Packed, matrices: &mut [(&mut Vec<u8>, &mut Vec<u8>)], row_of: RowOf, columns: usize) {
-    let blocks = columns / BLOCK;
+    let blocks = columns.div_ceil(BLOCK);
     for (index, word) in packed.codes.as_chunks::<4>().0.iter().enumerate() {
         let (lane, slab) = (index / 4 % 32, index / 128 / blocks);
         let column = index / 128 % blocks * BLOCK + index % 4 * 16 + lane % 4 * 4;
+        if column >= columns {
+            continue;
+        }
         for (half, four) in split(u32::from_le_bytes(*word)).into_iter().enumerate() {
             let (matrix, row) = row_of(slab, lane / 4 + half * 8);
             let bytes = [four[0] | four[1] << 4, four[2] | four[3] << 4];
@@ -117,7 +133,10 @@ fn unpack_matrix(packed: &Packed, matrices: &mut [(&mut Vec<u8>, &mut Vec<u8>)],
     for (index, scale) in packed.scales.iter().enumerate() {
         let (byte, g, block, slab) = (index % 4, index / 4 % 8, index / 32 % blocks, index / 32 / blocks);
         let (matrix, row) = row_of(slab, g + byte % 2 * 8);
-        matrices[matrix].1[(row * columns + block * BLOCK) / GROUP + byte / 2] = *scale;
+        let group = block * 2 + byte / 2;
+        if group < columns / GROUP {
+            matrices[matrix].1[row * (columns / GROUP) + group] = *scale;
+        }
     }
 }
 
@@ -147,7 +166,12 @@ mod tests {
 
     #[test]
     fn unpacking_gives_the_bytes_back() {
-        let (hidden, intermediate) = (128, 64);
+        for (hidden, intermediate) in [(128, 64), (160, 96), (32, 32)] {
+            round_trip(hidden, intermediate);
+        }
+    }
+
+    fn round_trip(hidden: usize, intermediate: usize) {
         let tensors: [Vec<u8>; 6] = std::array::from_fn(|index| {
             let count = hidden * intermediate / if index % 2 == 0 { 2 } else { 32 };
             (0..count)
@@ -157,10 +181,12 @@ mod tests {
         let [w1, w1_scale, w3, w3_scale, w2, w2_scale] = &tensors;
         let bytes = ExpertBytes { w1, w1_scale, w3, w3_scale, w2, w2_scale };
         let (up, down) = pack(bytes, hidden, intermediate).expect("packs");
+        let lengths = [up.codes.len(), up.scales.len(), down.codes.len(), down.scales.len()];
+        assert_eq!(lengths, packed_len(hidden, intermediate));
         assert_eq!(unpack(&up, &down, hidden, intermediate), tensors);
         let bad = vec![129; hidden * intermediate / 32];
         assert!(pack(ExpertBytes { w2_scale: &bad, ..bytes }, hidden, intermediate).is_err());
-        assert!(pack(bytes, 96, intermediate).is_err());
+        assert!(pack(bytes, hidden + 16, intermediate).is_err());
     }
 
     #[test]

@@ -47,3 +47,10 @@ __device__ __forceinline__ float fp8_round(float value, u32 scale) {
     const float rounded = magnitude < 0.015625f ? subnormal : normal;
     return __uint_as_float(__float_as_uint(rounded) | (__float_as_uint(quotient) & 0x80000000u)) * __uint_as_float(scale << 23);
 }
+
+// QDQ8 of one block, a value a lane.
+__device__ __forceinline__ float fp8_round_block(float value) {
+    u32 amax = __float_as_uint(value) & 0x7fffffffu;
+    for (int step = 1; step < 32; step *= 2) amax = max(amax, __shfl_xor_sync(~0u, amax, step));
+    return fp8_round(value, fp8_scale(amax));
+}

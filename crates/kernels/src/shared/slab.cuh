@@ -6,24 +6,43 @@
 #pragma once
 #include "tensor.cuh"
 
-// How many chunks, who holds them and where results go. Mirrors the launcher's struct byte for byte.
-struct LinearArgs {
-    const uint4* weights;   // [slabs, blocks, Format::VECTORS, 32 lanes] of 16 bytes
-    const u8* scales;       // [ceil(slabs / 2), scale_stride] E8M0, rows 8-byte aligned, or null
-    const u16* x;           // [rows, x_stride] bf16, 16-byte aligned rows
-    void* out;              // [rows, out_stride] float32 or bf16; null where only `best` is wanted
-    float4* partials;       // [slabs, chunks, tiles, 32] where there are several chunks
-    u32* counters;          // [slabs + 1], zero before and after
-    u64* best;              // [rows] zero before and after, or null
-    u32* best_index;        // [rows]: argmax over the weight rows, ties to the lowest
-    int rows, x_stride, out_stride, out_is_bf16;
-    int slabs, blocks;      // of the whole weight
+// How many chunks, who holds them and where results go. Mirrors the launcher's struct field by field.
+struct LinearShape {
+    int rows, x_stride;     // of the input
+    int x_is_bf16;          // then rows hold whole blocks, zero beyond their columns; else float32, rounded when staged
+    int blocks;             // of a group
     int chunk_blocks, chunks;
     int groups;             // of slabs, each with its own columns of x
     int phases;             // 1, or how often the inputs are staged piece by piece (only with one chunk)
     int scale_stride;
     int sums_at;            // byte of shared memory where a block's own sums begin
+    int slabs;              // of both weights
+    int first_slabs;        // of the first: the rest belongs to the second, which goes without groups
+    // Of each weight: rows [begin, end) are stored, at columns 0 and up of `out`.
+    int begin0, end0, out_stride0, round_to_bf16_0;
+    int begin1, end1, out_stride1, round_to_bf16_1;
 };
+
+struct LinearArgs {
+    const void* x;          // [rows, x_stride] float32 or bf16, 16-byte aligned rows
+    float4* partials;       // [slabs, chunks, tiles, 32] where there are several chunks
+    u32* counters;          // [slabs + 1], zero before and after
+    u64* best;              // [rows] zero before and after, or null
+    u32* best_index;        // [rows]: argmax over the weight rows, ties to the lowest
+    const uint4* weights0;  // [slabs, blocks, Format::VECTORS, 32 lanes] of 16 bytes
+    const uint4* weights1;
+    const u8* scales0;      // [ceil(slabs / 2), scale_stride] E8M0, rows 8-byte aligned, or null
+    const u8* scales1;
+    float* out0;            // [rows, out_stride] float32; null where only `best` is wanted
+    float* out1;
+    LinearShape shape;
+};
+
+#define LINEAR_PARAMETERS \
+    const uint4 *weights0, const u8 *scales0, const void *x, float *out0, const uint4 *weights1, const u8 *scales1, \
+        float *out1, float4 *partials, u32 *counters, u64 *best, u32 *best_index, LinearShape shape
+#define LINEAR_ARGS \
+    { x, partials, counters, best, best_index, weights0, weights1, scales0, scales1, out0, out1, shape }
 
 // An order of float32 as integers: NaN below all, zeros alike.
 __device__ __forceinline__ u32 order_key(float value) {
@@ -40,10 +59,23 @@ __device__ __forceinline__ int staged_stride(int blocks) { return blocks * 64 + 
 // Columns [32 * from, 32 * (from + count)) of every row into shared memory. Rows that no one asked for stay as they are: a
 // column of the product depends on its own row only.
 __device__ __forceinline__ void stage_inputs(const LinearArgs& args, char* staged, int from, int count) {
-    const u16* x = args.x + from * 32;
-    for (int row = 0; row < args.rows; row++, x += args.x_stride, staged += staged_stride(count))
-        for (int part = threadIdx.x; part < count * 4; part += blockDim.x) copy_async_16(staged + part * 16, x + part * 8);
-    wait_for_copies();
+    const LinearShape& shape = args.shape;
+    if (shape.x_is_bf16) {
+        const u16* x = (const u16*)args.x + from * 32;
+        for (int row = 0; row < shape.rows; row++, x += shape.x_stride, staged += staged_stride(count))
+            for (int part = threadIdx.x; part < count * 4; part += blockDim.x) copy_async_16(staged + part * 16, x + part * 8);
+        wait_for_copies();
+        return;
+    }
+    const float* x = (const float*)args.x + from * 32;
+    for (int row = 0; row < shape.rows; row++, x += shape.x_stride, staged += staged_stride(count)) {
+#pragma unroll 2
+        for (int part = threadIdx.x; part < count * 4; part += blockDim.x) {
+            const float4 low = *(const float4*)(x + part * 8), high = *(const float4*)(x + part * 8 + 4);
+            *(uint4*)(staged + part * 16) =
+                make_uint4(bf16_pair(low.x, low.y), bf16_pair(low.z, low.w), bf16_pair(high.x, high.y), bf16_pair(high.z, high.w));
+        }
+    }
 }
 
 // The winners of all blocks; the last block writes the indices and leaves everything zero again. Integer maxima: any order
@@ -58,7 +90,7 @@ __device__ __forceinline__ void finish_argmax(const LinearArgs& args, const u64 
                 u64 key = best[tile][i];
                 for (int step = 4; step < 32; step *= 2) key = best_of(key, __shfl_xor_sync(~0u, key, step));
                 const int token = tile * 8 + 2 * (lane % 4) + i;
-                if (lane < 4 && token < args.rows && key) atomicMax(args.best + token, key);
+                if (lane < 4 && token < args.shape.rows && key) atomicMax(args.best + token, key);
             }
         }
     }
@@ -66,15 +98,15 @@ __device__ __forceinline__ void finish_argmax(const LinearArgs& args, const u64 
     __shared__ u32 arrived;
     if (threadIdx.x == 0) {
         __threadfence();
-        arrived = arrive(args.counters + args.slabs);
+        arrived = arrive(args.counters + args.shape.slabs);
     }
     __syncthreads();
     if (arrived + 1 != gridDim.x) return;
-    for (int token = threadIdx.x; token < args.rows; token += blockDim.x) {
+    for (int token = threadIdx.x; token < args.shape.rows; token += blockDim.x) {
         const u64 key = atomicExch(args.best + token, 0);
         args.best_index[token] = ~(u32)key;
     }
-    if (threadIdx.x == 0) args.counters[args.slabs] = 0;
+    if (threadIdx.x == 0) args.counters[args.shape.slabs] = 0;
 }
 
 template <int N>
@@ -94,47 +126,53 @@ enum Fold { TOGETHER, CLUSTER, APART };
 template <class Format, int DEPTH, bool WHOLE, Fold FOLD>
 __device__ __forceinline__ void slab_linear(const LinearArgs& args) {
     extern __shared__ __align__(128) char shared_bytes[];
+    const LinearShape& shape = args.shape;
     constexpr int VECTORS = Format::VECTORS;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int tiles = tile_count(args.rows);
-    const int team_warps = FOLD == TOGETHER ? args.chunks : 1, parts = args.groups * (FOLD == TOGETHER ? 1 : args.chunks);
+    const int tiles = tile_count(shape.rows);
+    const int team_warps = FOLD == TOGETHER ? shape.chunks : 1, parts = shape.groups * (FOLD == TOGETHER ? 1 : shape.chunks);
     const int teams = blockDim.x / 32 / team_warps, team = warp / team_warps;
     const int part = blockIdx.x % parts, member = blockIdx.x / parts, members = gridDim.x / parts;
-    const int group = FOLD == TOGETHER ? part : part / args.chunks;
-    const int chunk = FOLD == TOGETHER ? warp % team_warps : part % args.chunks;
-    const int group_slabs = args.slabs / args.groups;
-    const int first_block = chunk * args.chunk_blocks;
-    const int chunk_blocks = min(args.chunk_blocks, args.blocks - first_block);
-    const int phase_blocks = chunk_blocks / args.phases;
+    const int group = FOLD == TOGETHER ? part : part / shape.chunks;
+    const int chunk = FOLD == TOGETHER ? warp % team_warps : part % shape.chunks;
+    const int group_slabs = shape.slabs / shape.groups;
+    const int first_block = chunk * shape.chunk_blocks;
+    const int chunk_blocks = min(shape.chunk_blocks, shape.blocks - first_block);
+    const int phase_blocks = chunk_blocks / shape.phases;
     const int staged_first = FOLD == TOGETHER ? 0 : first_block;
-    const int staged_blocks = FOLD == TOGETHER ? args.blocks : chunk_blocks;
+    const int staged_blocks = FOLD == TOGETHER ? shape.blocks : chunk_blocks;
     const int mine = member < group_slabs ? (group_slabs - member + members - 1) / members : 0;
     const int rounds = (mine + teams - 1) / teams;
     // Inputs [tiles * 8 rows, staged columns of a phase and 32 bytes]; scale codes [mine, window]; sums: TOGETHER [teams, 2,
     // chunks, tiles, 32], CLUSTER [slabs of this rank, chunks, tiles, 32].
     char* const staged = shared_bytes;
-    const int stride = staged_stride(staged_blocks / args.phases);
+    const int stride = staged_stride(staged_blocks / shape.phases);
     char* const codes = shared_bytes + tiles * 8 * stride;
-    float4* const sums = (float4*)(shared_bytes + args.sums_at);
+    float4* const sums = (float4*)(shared_bytes + shape.sums_at);
     const int window = (staged_blocks + 15) & ~7, window_first = staged_first & ~7;
 
     const auto slab_of = [&](int index) { return group * group_slabs + member + index * members; };
-    // In units of 16 bytes.
-    const auto weights_of = [&](int index) { return (u32)(slab_of(index) * args.blocks + first_block) * (VECTORS * 32) + lane; };
+    const auto weights_of = [&](int index) {
+        const int slab = slab_of(index), second = slab >= shape.first_slabs;
+        const u32 at = (u32)((second ? slab - shape.first_slabs : slab) * shape.blocks + first_block) * (VECTORS * 32) + lane;
+        return (second ? args.weights1 : args.weights0) + at;
+    };
     const auto finish = [&](int slab, float (&sum)[4][4], u64 (&best)[4][2]) {
-        const int row0 = slab * 16 + lane / 4;
+        const int second = slab >= shape.first_slabs;
+        const int row0 = (second ? slab - shape.first_slabs : slab) * 16 + lane / 4;
+        float* const out = second ? args.out1 : args.out0;
+        const int begin = second ? shape.begin1 : shape.begin0, end = second ? shape.end1 : shape.end0;
+        const int out_stride = second ? shape.out_stride1 : shape.out_stride0;
+        const int round_to_bf16 = second ? shape.round_to_bf16_1 : shape.round_to_bf16_0;
 #pragma unroll
         for (int tile = 0; tile < 4; tile++) {
             if (tile >= tiles) break;
 #pragma unroll
             for (int i = 0; i < 4; i++) {
                 const int token = tile * 8 + 2 * (lane % 4) + (i & 1), row = row0 + (i >> 1) * 8;
-                if (token >= args.rows) continue;
-                if (args.out) {
-                    const u32 at = (u32)(token * args.out_stride + row);
-                    if (args.out_is_bf16) ((u16*)args.out)[at] = f32_to_bf16(sum[tile][i]);
-                    else ((float*)args.out)[at] = sum[tile][i];
-                }
+                if (token >= shape.rows || row < begin || row >= end) continue;
+                const float value = round_to_bf16 ? bf16_round(sum[tile][i]) : sum[tile][i];
+                if (out) out[(u32)(token * out_stride + row - begin)] = value;
                 if (Format::ARGMAX) {
                     const u64 key = (u64)order_key(sum[tile][i]) << 32 | (u32)~row;
                     best[tile][i & 1] = best_of(best[tile][i & 1], key);
@@ -155,7 +193,7 @@ __device__ __forceinline__ void slab_linear(const LinearArgs& args) {
                 };
                 float4 total = read(0);
 #pragma unroll 1
-                for (int c = 1; c < args.chunks; c++) {
+                for (int c = 1; c < shape.chunks; c++) {
                     const float4 v = read(c);
                     total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
                 }
@@ -165,17 +203,18 @@ __device__ __forceinline__ void slab_linear(const LinearArgs& args) {
     };
 
     if (Format::SCALED) {
-        const int count = min(window, args.scale_stride - window_first) / 8;
+        const int count = min(window, shape.scale_stride - window_first) / 8;
         for (int i = threadIdx.x; i < mine * count; i += blockDim.x) {
-            const int index = i / count, at = i % count * 8;
-            copy_async(codes + index * window + at,
-                       args.scales + (size_t)(slab_of(index) / 2) * args.scale_stride + window_first + at);
+            const int index = i / count, at = i % count * 8, slab = slab_of(index), second = slab >= shape.first_slabs;
+            const u8* from = second ? args.scales1 + (size_t)((slab - shape.first_slabs) / 2) * shape.scale_stride
+                                    : args.scales0 + (size_t)(slab / 2) * shape.scale_stride;
+            copy_async(codes + index * window + at, from + window_first + at);
         }
     }
     // The first weights are on their way before anything is waited for.
     uint4 ring[DEPTH][VECTORS];
     if (team < mine) {
-        const uint4* from = args.weights + weights_of(team);
+        const uint4* from = weights_of(team);
 #pragma unroll
         for (int i = 0; i < DEPTH; i++)
             if (WHOLE || i < phase_blocks)
@@ -190,11 +229,11 @@ __device__ __forceinline__ void slab_linear(const LinearArgs& args) {
     u64 best[4][2] = {};
     for (int round = 0; round < rounds; round++) {
         const int index = round * teams + team;
-        for (int phase = 0; phase < args.phases; phase++) {
-            if (args.phases > 1 || round == 0) {
+        for (int phase = 0; phase < shape.phases; phase++) {
+            if (shape.phases > 1 || round == 0) {
                 __syncthreads();
-                const int count = staged_blocks / args.phases;
-                stage_inputs(args, staged, group * args.blocks + staged_first + phase * count, count);
+                const int count = staged_blocks / shape.phases;
+                stage_inputs(args, staged, group * shape.blocks + staged_first + phase * count, count);
                 __syncthreads();
             }
             if (index >= mine) continue;
@@ -204,10 +243,10 @@ __device__ __forceinline__ void slab_linear(const LinearArgs& args) {
 #pragma unroll
                     for (int i = 0; i < 4; i++) acc[tile][i] = 0.0f;
             }
-            const u32 here = weights_of(index) + phase * phase_blocks * (VECTORS * 32);
-            const bool last_phase = phase + 1 == args.phases;
+            const uint4* here = weights_of(index) + phase * phase_blocks * (VECTORS * 32);
+            const bool last_phase = phase + 1 == shape.phases;
             const bool more = !last_phase || index + teams < mine;
-            const u32 next = !last_phase ? here + phase_blocks * (VECTORS * 32) : more ? weights_of(index + teams) : here;
+            const uint4* next = !last_phase ? here + phase_blocks * (VECTORS * 32) : more ? weights_of(index + teams) : here;
             const u8* code = (const u8*)codes + index * window + first_block - window_first;
             // Lane (g, t) takes columns 4t..4t+3 of each k16 group of row g.
             const char* input = staged + lane / 4 * stride + (first_block - staged_first) * 64 + lane % 4 * 8;
@@ -216,7 +255,7 @@ __device__ __forceinline__ void slab_linear(const LinearArgs& args) {
                 constexpr int TILES = decltype(tag)::COUNT;
                 for (int block = 0; block < phase_blocks; block += DEPTH) {
                     const bool inside = block + DEPTH < phase_blocks;
-                    const uint4* from = args.weights + (inside ? here + (block + DEPTH) * (VECTORS * 32) : next);
+                    const uint4* from = inside ? here + (block + DEPTH) * (VECTORS * 32) : next;
                     const int room = inside ? phase_blocks - block - DEPTH : phase_blocks;
                     const bool refill = inside || more;
 #pragma unroll
@@ -250,21 +289,21 @@ __device__ __forceinline__ void slab_linear(const LinearArgs& args) {
         if (FOLD == CLUSTER && round == 0) wait_for_cluster();
         if (index >= mine) continue;
         const int slab = slab_of(index);
-        if (args.chunks == 1) {
+        if (shape.chunks == 1) {
             finish(slab, acc, best);
             continue;
         }
         float4* to;
-        if (FOLD == TOGETHER) to = sums + (size_t)(team * 2 + (round & 1)) * args.chunks * tiles * 32;
-        else if (FOLD == CLUSTER) to = sums + (size_t)(index / args.chunks) * args.chunks * tiles * 32;
-        else to = args.partials + (size_t)slab * args.chunks * tiles * 32;
+        if (FOLD == TOGETHER) to = sums + (size_t)(team * 2 + (round & 1)) * shape.chunks * tiles * 32;
+        else if (FOLD == CLUSTER) to = sums + (size_t)(index / shape.chunks) * shape.chunks * tiles * 32;
+        else to = args.partials + (size_t)slab * shape.chunks * tiles * 32;
 #pragma unroll
         for (int tile = 0; tile < 4; tile++) {
             if (tile < tiles) {
                 const float4 v = make_float4(acc[tile][0], acc[tile][1], acc[tile][2], acc[tile][3]);
                 float4* at = to + (chunk * tiles + tile) * 32 + lane;
                 if (FOLD == TOGETHER) *at = v;
-                else if (FOLD == CLUSTER) store_in_cluster(at, index % args.chunks, v);
+                else if (FOLD == CLUSTER) store_in_cluster(at, index % shape.chunks, v);
                 else store_shared_value(at, v);
             }
         }
@@ -278,7 +317,7 @@ __device__ __forceinline__ void slab_linear(const LinearArgs& args) {
             u32 arrived = 0;
             if (lane == 0) arrived = arrive(args.counters + slab);
             arrived = __shfl_sync(~0u, arrived, 0);
-            if (arrived + 1 != (u32)args.chunks) continue;
+            if (arrived + 1 != (u32)shape.chunks) continue;
             // The last to arrive adds all chunks in their order, whoever it is.
             if (lane == 0) args.counters[slab] = 0;
         }
@@ -290,8 +329,8 @@ __device__ __forceinline__ void slab_linear(const LinearArgs& args) {
         if (rounds == 0) wait_for_cluster();
         arrive_in_cluster();
         wait_for_cluster();
-        for (int index = chunk + warp * args.chunks; index < mine; index += teams * args.chunks) {
-            fold(sums + (size_t)(index / args.chunks) * args.chunks * tiles * 32, acc);
+        for (int index = chunk + warp * shape.chunks; index < mine; index += teams * shape.chunks) {
+            fold(sums + (size_t)(index / shape.chunks) * shape.chunks * tiles * 32, acc);
             finish(slab_of(index), acc, best);
         }
     }

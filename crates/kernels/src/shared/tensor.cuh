@@ -15,6 +15,13 @@ __device__ __forceinline__ void mma_k16(float (&c)[4], u32 a0, u32 a1, u32 a2, u
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// Two float32 values rounded to bf16, to nearest even, the first in the low half.
+__device__ __forceinline__ u32 bf16_pair(float low, float high) {
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+
 // Two bf16 products, subnormals kept. Exact where the factor is a power of two and the result is in range.
 __device__ __forceinline__ u32 mul_bf16x2(u32 a, u32 b) {
     u32 product;

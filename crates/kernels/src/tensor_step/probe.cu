@@ -4,8 +4,13 @@
 // grid one warp a tile, four warps a block
 #include "tensor.cuh"
 
+struct ProbeShape {
+    int tiles, steps;
+};
+
 extern "C" __global__ void __launch_bounds__(128)
-tensor_step_probe(const u16* a, const u16* b, const float* c, float* d, int tiles, int steps) {
+tensor_step_probe(const u16* a, const u16* b, const float* c, float* d, ProbeShape shape) {
+    const int tiles = shape.tiles, steps = shape.steps;
     const int tile = blockIdx.x * 4 + threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     if (tile >= tiles) return;
     const int columns = steps * 16;

@@ -1,0 +1,201 @@
+//! Microseconds of a call: graphs of launches over rotating weights that the device fills with random bytes.
+
+use anyhow::{Context, Result, bail};
+use serde_json::json;
+use tf_device::cuda::Gpu;
+use tf_device::{Buffer, Device, Queue};
+use tf_kernels::linear::Finish;
+use tf_kernels::linear::cuda::Format;
+use tf_kernels::moe_experts::{self, Args, Shared};
+use tf_kernels::{linear_bf16, linear_fp8};
+
+use crate::linears::{Case, Weights, launch};
+use crate::random::Random;
+
+const REPLAYS: usize = 20;
+/// Bytes a microsecond of a copy and of a read-only stream, and bf16 operations a microsecond, as measured on one H200.
+const COPY: f64 = 4.3e6;
+const READ: f64 = 4.657e6;
+const OPERATIONS: f64 = 790e6;
+
+pub struct Timer<'a> {
+    pub device: &'a Device,
+    pub queue: &'a mut Queue,
+    pub gpu: Gpu,
+    pub records: Vec<serde_json::Value>,
+}
+
+/// `bytes` random bytes, a pattern of at most 32 MiB over and over; each byte is what `byte` makes of random bits.
+fn filled(queue: &mut Queue, device: &Device, bytes: usize, byte: impl Fn(u64) -> u8) -> Result<Buffer> {
+    let mut random = Random(bytes as u64);
+    let period = bytes.min(32 << 20);
+    let mut pattern = Vec::with_capacity(period);
+    while pattern.len() < period {
+        let bits = random.next();
+        pattern.extend((0..8.min(period - pattern.len())).map(|i| byte(bits >> (8 * i))));
+    }
+    let mut buffer = Buffer::zeroed(device, bytes)?;
+    let first = Buffer::from_slice(device, &pattern)?;
+    let mut done = 0;
+    while done < bytes {
+        let count = period.min(bytes - done);
+        queue.copy(&first, 0, &mut buffer, done, count)?;
+        done += count;
+    }
+    queue.finish()?;
+    Ok(buffer)
+}
+
+fn random_fp8(queue: &mut Queue, device: &Device, rows: usize, columns: usize) -> Result<linear_fp8::Weights> {
+    let (codes, scales) = linear_fp8::pack_cuda::packed_len(rows, columns);
+    let codes = filled(queue, device, codes, |bits| bits as u8)?;
+    let scales = filled(queue, device, scales, |bits| 116 + bits as u8 % 7)?;
+    Ok(linear_fp8::Weights::from_packed(rows, columns, codes, scales)?)
+}
+
+fn random_rows(device: &Device, rows: usize, columns: usize) -> Result<Buffer> {
+    let mut random = Random(columns as u64);
+    let x: Vec<f32> = (0..rows * columns).map(|_| f32::from_bits(u32::from(random.bf16(120, 127)) << 16)).collect();
+    Ok(Buffer::from_slice(device, &x)?)
+}
+
+impl Timer<'_> {
+    /// Median, least and most microseconds of a call: a graph of `calls`, replayed.
+    fn time(&mut self, calls: usize, mut call: impl FnMut(&mut Queue, usize) -> Result<()>) -> Result<[f64; 3]> {
+        // Working memory and modules are there before anything is recorded.
+        call(self.queue, 0)?;
+        self.queue.finish()?;
+        let queue = &mut *self.queue;
+        let graph = self.gpu.capture(|| (0..calls).try_for_each(|index| call(queue, index)))?;
+        for _ in 0..3 {
+            self.gpu.replay(&graph)?;
+        }
+        let mut samples = Vec::new();
+        for _ in 0..REPLAYS {
+            let from = self.gpu.event()?;
+            self.gpu.replay(&graph)?;
+            let to = self.gpu.event()?;
+            samples.push(self.gpu.microseconds(&from, &to)? / calls as f64);
+        }
+        samples.sort_by(f64::total_cmp);
+        Ok([samples[REPLAYS / 2], samples[0], samples[REPLAYS - 1]])
+    }
+
+    fn report(&mut self, name: &str, rows: usize, bytes: f64, operations: f64, [median, least, most]: [f64; 3]) {
+        let floor = (bytes / COPY).max(operations / OPERATIONS);
+        println!(
+            "| {name} | {rows} | {median:.2} | {least:.2} to {most:.2} | {:.0} | {:.0} | {floor:.2} | {:.2} |",
+            bytes / median / 1000.0,
+            operations / median / 1e6,
+            floor / median
+        );
+        self.records.push(json!({
+            "op": name, "rows": rows, "bytes": bytes, "operations": operations, "us_median": median, "us_least": least,
+            "us_most": most, "floor_us": floor, "fraction_of_floor": floor / median,
+            "fraction_of_read": bytes / READ / median,
+        }));
+    }
+
+    pub fn heading(&self) {
+        println!("| op | rows | us | spread | GB/s | TFLOP/s | floor us | of floor |");
+        println!("| --- | --- | --- | --- | --- | --- | --- | --- |");
+    }
+
+    /// Copies of the weight beyond four times the second-level cache, in turn.
+    pub fn linear(&mut self, case: &Case, row_counts: &[usize]) -> Result<()> {
+        let Case { weight_rows, columns, groups, .. } = *case;
+        let bytes = match case.format {
+            Format::Fp8 => {
+                let (codes, scales) = linear_fp8::pack_cuda::packed_len(weight_rows, columns);
+                codes + scales
+            }
+            Format::Bf16 | Format::Head => linear_bf16::pack_cuda::packed_len(weight_rows, columns),
+        };
+        let copies = (4 * self.gpu.l2_bytes).div_ceil(bytes).clamp(2, 64);
+        let mut weights = Vec::new();
+        for _ in 0..copies {
+            weights.push(match case.format {
+                Format::Fp8 => Weights::Fp8(random_fp8(self.queue, self.device, weight_rows, columns)?),
+                Format::Bf16 | Format::Head => {
+                    // The high byte of each value: exponents of small numbers.
+                    let values = filled(self.queue, self.device, bytes, |bits| 0x3a ^ (bits as u8 & 0x83))?;
+                    Weights::Bf16(linear_bf16::Weights::from_packed(weight_rows, columns, values)?)
+                }
+            });
+        }
+        let finish = if case.format == Format::Fp8 { Finish::Bf16 } else { Finish::F32 };
+        for &rows in row_counts {
+            let x = random_rows(self.device, rows, groups * columns)?;
+            let indices: Vec<u32> = (0..rows as u32).collect();
+            let mut outs = [(finish, Buffer::zeroed_of::<f32>(self.device, rows * weight_rows)?)];
+            let calls = if rows > 64 || case.format == Format::Head { 4 } else { copies.max(16) };
+            let measured = self.time(calls, |queue, call| {
+                launch(queue, case, &weights[call % copies], &x, &indices, &mut outs)
+            })?;
+            let operations = 2.0 * (rows * weight_rows * columns) as f64;
+            self.report(case.name, rows, bytes as f64, operations, measured);
+        }
+        Ok(())
+    }
+
+    /// The release's layer: 384 experts, 6 picks, the shared expert; random routings in turn.
+    pub fn experts(&mut self, row_counts: &[usize]) -> Result<()> {
+        let (hidden, intermediate, count, picks) = (5120, 2304, 384, 6);
+        let lengths = moe_experts::pack_cuda::packed_len(hidden, intermediate);
+        let mut parts = Vec::new();
+        for (index, bytes) in lengths.into_iter().enumerate() {
+            let byte = |bits: u64| if index % 2 == 0 { bits as u8 } else { 116 + bits as u8 % 7 };
+            parts.push(filled(self.queue, self.device, count * bytes, byte)?);
+        }
+        let Ok(parts) = <[Buffer; 4]>::try_from(parts) else { bail!("four parts were made") };
+        let mut fp8 = |rows, columns| random_fp8(self.queue, self.device, rows, columns);
+        let shared =
+            Shared { w1: fp8(intermediate, hidden)?, w3: fp8(intermediate, hidden)?, w2: fp8(hidden, intermediate)? };
+        let shared_bytes = shared.bytes();
+        let weights = moe_experts::Weights::from_packed(count, shared, parts)?;
+        let expert_bytes: usize = lengths.iter().sum();
+        let mut random = Random(11);
+        for &rows in row_counts {
+            let calls = if rows > 64 { 4 } else { 16 };
+            let x = random_rows(self.device, rows, hidden)?;
+            let routing = Buffer::from_slice(self.device, &vec![0.25_f32; rows * picks])?;
+            let mut out = Buffer::zeroed_of::<f32>(self.device, rows * hidden)?;
+            let (mut routings, mut distinct) = (Vec::new(), 0);
+            for _ in 0..calls {
+                let mut met = vec![false; count];
+                let mut ids = Vec::new();
+                for _ in 0..rows {
+                    let mut row: Vec<u32> = Vec::new();
+                    while row.len() < picks {
+                        let id = random.below(count as u64) as u32;
+                        if !row.contains(&id) {
+                            row.push(id);
+                        }
+                    }
+                    row.iter().for_each(|id| met[*id as usize] = true);
+                    ids.extend(row);
+                }
+                distinct += met.iter().filter(|met| **met).count();
+                routings.push(Buffer::from_slice(self.device, &ids)?);
+            }
+            let distinct = distinct as f64 / calls as f64;
+            let measured = self.time(calls, |queue, call| {
+                let args = Args {
+                    weights: &weights,
+                    x: &x,
+                    rows,
+                    picks,
+                    selected: &routings[call % calls],
+                    routing: &routing,
+                    limit: 10.0,
+                    out: &mut out,
+                };
+                moe_experts::launch(queue, args).context("the experts")
+            })?;
+            let bytes = distinct * expert_bytes as f64 + shared_bytes as f64;
+            let operations = 6.0 * (rows * (picks + 1) * hidden * intermediate) as f64;
+            self.report(&format!("experts ({distinct:.0} distinct)"), rows, bytes, operations, measured);
+        }
+        Ok(())
+    }
+}

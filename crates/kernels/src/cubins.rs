@@ -1,0 +1,107 @@
+//! The CUDA code of this build: cubins that were embedded, or, where there is none, sources compiled by an NVRTC that the
+//! machine happens to have (for developers).
+
+use std::collections::HashMap;
+use std::sync::{LazyLock, Mutex, PoisonError};
+use tf_device::cuda::nvrtc;
+
+/// A compressed cubin (zlib).
+struct Cubin {
+    program: &'static str,
+    target: &'static str,
+    bytes: &'static [u8],
+}
+
+include!(concat!(env!("OUT_DIR"), "/cubins.rs"));
+
+/// What was asked for before: programs and targets, each decompressed or compiled once and kept.
+type Known = HashMap<(String, String), Option<&'static [u8]>>;
+static KNOWN: LazyLock<Mutex<Known>> = LazyLock::new(Mutex::default);
+
+/// The cubin of a program (a family's folder, or `family.stem`) for a compiler target such as `90a`.
+pub fn find(program: &str, target: &str) -> Option<&'static [u8]> {
+    let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
+    *known.entry((program.to_owned(), target.to_owned())).or_insert_with(|| {
+        let made = match embedded(program, target) {
+            Some(cubin) => cubin.map_err(|text| format!("the embedded cubin is damaged: {text}")),
+            None => compile(program, target, &[]),
+        };
+        match made {
+            Ok(cubin) => Some(&*cubin.leak()),
+            Err(text) => {
+                // The caller says which build is missing; this says why the fallback did not help.
+                eprintln!("CUDA code of `{program}` for sm_{target}: {text}");
+                None
+            }
+        }
+    })
+}
+
+/// The targets that every program of this build has a cubin for.
+pub fn targets() -> Vec<&'static str> {
+    let has = |target: &str| SOURCES.iter().all(|(program, _)| held(program, target).is_some());
+    let mut targets: Vec<&str> = CUBINS.iter().map(|cubin| cubin.target).filter(|target| has(target)).collect();
+    targets.sort_unstable();
+    targets.dedup();
+    targets
+}
+
+/// The text of a program's source.
+pub fn source(program: &str) -> Option<&'static str> {
+    SOURCES.iter().find(|(name, _)| *name == program).map(|(_, text)| *text)
+}
+
+/// Compiles a program with some texts replaced, each of which must occur: planted faults of the kernel contract, and
+/// sources of a build without cubins.
+///
+/// # Errors
+/// What is missing, does not occur or did not compile.
+pub fn compile(program: &str, target: &str, edits: &[(&str, &str)]) -> Result<Vec<u8>, String> {
+    let source = source(program).ok_or_else(|| format!("there is no CUDA source called `{program}`"))?;
+    let mut texts: Vec<(&str, String)> = vec![("kernel.cu", source.to_owned())];
+    texts.extend(HEADERS.iter().map(|(name, text)| (*name, (*text).to_owned())));
+    for (from, to) in edits {
+        let mut found = false;
+        for (_, text) in &mut texts {
+            if text.contains(from) {
+                *text = text.replace(from, to);
+                found = true;
+            }
+        }
+        if !found {
+            return Err(format!("`{from}` does not occur in the source of `{program}`"));
+        }
+    }
+    nvrtc::compile(&texts, target)
+}
+
+fn held(program: &str, target: &str) -> Option<&'static Cubin> {
+    CUBINS.iter().find(|cubin| cubin.program == program && cubin.target == target)
+}
+
+fn embedded(program: &str, target: &str) -> Option<Result<Vec<u8>, String>> {
+    let bytes = held(program, target)?.bytes;
+    Some(miniz_oxide::inflate::decompress_to_vec_zlib(bytes).map_err(|error| error.to_string()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_embedded_is_whole_and_what_is_unknown_is_refused() {
+        for cubin in CUBINS {
+            let whole = embedded(cubin.program, cubin.target).expect("it is listed").expect("decompresses");
+            assert!(whole.starts_with(b"\x7fELF"), "{} for sm_{}", cubin.program, cubin.target);
+        }
+        assert!(find("no such family", "90a").is_none());
+        assert!(source("linear_fp8").is_some_and(|text| text.contains("slab.cuh")));
+        assert!(HEADERS.iter().any(|(name, _)| *name == "slab.cuh"));
+    }
+
+    #[test]
+    fn an_edit_that_does_not_occur_is_refused_before_anything_is_compiled() {
+        let refused = compile("linear_fp8", "90a", &[("no such text", "")]).expect_err("refused");
+        assert!(refused.contains("does not occur"), "{refused}");
+    }
+}

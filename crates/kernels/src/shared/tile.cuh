@@ -1,0 +1,373 @@
+// Products of many rows on Hopper's wgmma: weights decoded into the A registers, inputs in shared memory. Each output is the same
+// chain of k16 steps per chunk, and the same fold of the chunks, as in slab.cuh, so bits are equal.
+//
+// A block has a warp that fetches inputs and two warpgroups that compute MT * 128 weight rows for N input rows; a warp owns MT slabs
+// of 16. Columns go in stages of 64. Inputs lie as shared memory wants them: [groups, stages, row atoms, 8 rows, 8 pieces] of 16
+// bytes, bf16, zero beyond the columns; row r of an atom holds piece p at r ^ p, and a group of 16 columns is in the order that
+// a lane's four columns take in the tensor core: 0 1 4 5 8 9 12 13 2 3 6 7 10 11 14 15.
+#pragma once
+#include "tensor.cuh"
+
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define HAS_WGMMA 1
+#else
+#define HAS_WGMMA 0
+#endif
+
+constexpr int TILE_THREADS = 384;  // two warpgroups, and one whose first warp fetches
+
+#if HAS_WGMMA
+// d = a * b, plus d where `keep` is not zero: a 64x16 in registers, b 16xN in shared memory. On its way until `wgmma_wait`.
+template <int N>
+struct Wgmma;
+
+template <>
+struct Wgmma<64> {
+    static __device__ __forceinline__ void step(float (&d)[32], const u32* a, u64 b, int keep) {
+        asm volatile(
+            "{\n.reg .pred keep;\nsetp.ne.b32 keep, %37, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+            "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,"
+            "%26,%27,%28,%29,%30,%31"
+            "}, {%32,%33,%34,%35}, %36, keep, 1, 1, 0;\n}\n"
+            :
+              "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+              "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+              "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));
+    }
+};
+
+template <>
+struct Wgmma<128> {
+    static __device__ __forceinline__ void step(float (&d)[64], const u32* a, u64 b, int keep) {
+        asm volatile(
+            "{\n.reg .pred keep;\nsetp.ne.b32 keep, %69, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+            "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,"
+            "%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,"
+            "%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
+            "}, {%64,%65,%66,%67}, %68, keep, 1, 1, 0;\n}\n"
+            :
+              "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+              "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+              "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+              "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+              "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+              "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+              "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));
+    }
+};
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
+
+__device__ __forceinline__ void start_barrier(u32 barrier, u32 count) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+__device__ __forceinline__ void arrive_at(u32 barrier) {
+    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}\n" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void wait_at(u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n.reg .pred done;\nAGAIN:\nmbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@!done bra AGAIN;\n}\n" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+// The barrier turns when this many bytes are there, which `fetch` brings from global to shared memory.
+__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
+    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;\n}\n" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void fetch(u32 to, const void* from, u32 bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+                 "r"(bytes), "r"(barrier)
+                 : "memory");
+}
+
+// K-major rows of 128 bytes in the 128-byte swizzle, eight rows a kilobyte.
+__device__ __forceinline__ u64 tile_descriptor(u32 address) {
+    return (u64)((address & 0x3ffff) >> 4) | (u64)1 << 16 | (u64)(1024 >> 4) << 32 | (u64)1 << 62;
+}
+#endif
+
+// The formats: what a lane loads of one slab for one stage, and the four A fragments it makes of that. FETCHED: bytes of a block's
+// weights of a stage that lie in shared memory behind the inputs; 0 where lanes load them from global memory, a stage ahead.
+struct TileFp8 {
+    static constexpr int FETCHED = 0, SLOTS = 5;
+    struct Source { const uint4* codes; const u8* scales; };
+    struct Raw { uint4 v[2]; u32 scales; };
+    static __device__ __forceinline__ Raw load(const Source& from, int stage, int blocks) {
+        Raw raw;
+        raw.v[0] = load_once(from.codes + stage * 64);
+        raw.v[1] = make_uint4(0, 0, 0, 0);
+        if (stage * 2 + 1 < blocks) raw.v[1] = load_once(from.codes + stage * 64 + 32);
+        raw.scales = __ldg((const u16*)(from.scales + stage * 2));
+        return raw;
+    }
+    static __device__ __forceinline__ void decode(const Raw& raw, u32 (&a)[16]) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const u32 factor = power_pair(raw.scales >> (8 * i) & 255, 120);
+            decode_fp8(raw.v[i].x, factor, a[8 * i], a[8 * i + 2]);
+            decode_fp8(raw.v[i].y, factor, a[8 * i + 1], a[8 * i + 3]);
+            decode_fp8(raw.v[i].z, factor, a[8 * i + 4], a[8 * i + 6]);
+            decode_fp8(raw.v[i].w, factor, a[8 * i + 5], a[8 * i + 7]);
+        }
+    }
+};
+
+struct TileBf16 {
+    static constexpr int FETCHED = 0, SLOTS = 5;
+    struct Source { const uint4* codes; const u8* scales; };
+    struct Raw { uint4 v[4]; };
+    static __device__ __forceinline__ Raw load(const Source& from, int stage, int blocks) {
+        Raw raw;
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            raw.v[i] = make_uint4(0, 0, 0, 0);
+            if (i < 2 || stage * 2 + 1 < blocks) raw.v[i] = load_once(from.codes + stage * 128 + i * 32);
+        }
+        return raw;
+    }
+    static __device__ __forceinline__ void decode(const Raw& raw, u32 (&a)[16]) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) a[4 * i] = raw.v[i].x, a[4 * i + 1] = raw.v[i].y, a[4 * i + 2] = raw.v[i].z, a[4 * i + 3] = raw.v[i].w;
+    }
+};
+
+// A block of MXFP4 is a stage; codes of 8 slabs, then their scales.
+struct TileFp4 {
+    static constexpr int FETCHED = 8 * (512 + 32), SLOTS = 8;
+    struct Source {};
+    struct Raw { uint4 v; u32 scales; };
+    static __device__ __forceinline__ Raw load(const char* weights) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+        return {*(const uint4*)(weights + warp * 512 + lane * 16), *(const u32*)(weights + 4096 + warp * 32 + lane / 4 * 4)};
+    }
+    static __device__ __forceinline__ void decode(const Raw& raw, u32 (&a)[16]) {
+        const u32 f0 = power_pair_of<0>(raw.scales, 126), f1 = power_pair_of<1>(raw.scales, 126);
+        const u32 f2 = power_pair_of<2>(raw.scales, 126), f3 = power_pair_of<3>(raw.scales, 126);
+        const u32 words[4] = {raw.v.x, raw.v.y, raw.v.z, raw.v.w};
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            u32 pair[4];
+            decode_fp4(words[i], i < 2 ? f0 : f2, i < 2 ? f1 : f3, pair);
+            a[4 * i] = pair[0], a[4 * i + 1] = pair[2], a[4 * i + 2] = pair[1], a[4 * i + 3] = pair[3];
+        }
+    }
+};
+
+// Shared memory of a tile: the stages, from the first kilobyte boundary on, parked sums, barriers.
+template <class Format, int MT, int N, bool PARK>
+struct TileRoom {
+    static constexpr int STAGE = (N * 128 + Format::FETCHED + 1023) / 1024 * 1024;
+    static constexpr int SUMS_AT = Format::SLOTS * STAGE;
+    static constexpr int BARRIERS_AT = SUMS_AT + (PARK ? MT * N / 2 * 256 * 4 : 0);
+};
+
+// The warpgroup that fetches gives its registers to those that compute.
+__device__ __forceinline__ void give_registers() {
+#if HAS_WGMMA
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+#endif
+}
+__device__ __forceinline__ void take_registers() {
+#if HAS_WGMMA
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+#endif
+}
+
+// The ring's place, which goes on from tile to tile of a block.
+template <class Format>
+struct Ring {
+    int slot = 0;
+    u32 parity = 0;
+    __device__ __forceinline__ void next() {
+        if (++slot == Format::SLOTS) slot = 0, parity ^= 1;
+    }
+};
+
+template <class Room, class Format>
+__device__ __forceinline__ void start_tiles(char* room) {
+    const u32 barriers = (u32)__cvta_generic_to_shared(room) + Room::BARRIERS_AT;
+#if HAS_WGMMA
+    if (threadIdx.x == 0)
+        for (int i = 0; i < Format::SLOTS; i++) start_barrier(barriers + 8 * i, 1), start_barrier(barriers + 8 * (Format::SLOTS + i), 2);
+    asm volatile("fence.proxy.async;" ::: "memory");
+#endif
+    __syncthreads();
+}
+
+// The warp that fetches: the next stage into the ring's slot, when it is free. `weights(to, barrier)` fetches Format::FETCHED
+// bytes, any lane.
+template <class Room, class Format, class Weights>
+__device__ __forceinline__ void fetch_stage(char* room, Ring<Format>& ring, const char* x, u32 bytes, const Weights& weights) {
+#if HAS_WGMMA
+    const u32 base = (u32)__cvta_generic_to_shared(room), barriers = base + Room::BARRIERS_AT;
+    const u32 to = base + ring.slot * Room::STAGE, barrier = barriers + 8 * ring.slot;
+    wait_at(barriers + 8 * (Format::SLOTS + ring.slot), ring.parity ^ 1);
+    if (threadIdx.x % 32 == 0) {
+        expect(barrier, bytes + Format::FETCHED);
+        fetch(to, x, bytes, barrier);
+    }
+    __syncwarp();
+    weights(to, barrier);
+    ring.next();
+#endif
+}
+
+// A warpgroup's part of a tile. `source`: of this warp's slabs, this lane's first bytes. PARK keeps the sum of the chunks
+// before in shared memory, not in registers. `finish(m, sums)` gets slab m of the warp: element 4 j + i is weight row
+// lane / 4 + (i / 2) * 8 and input row 8 j + 2 (lane % 4) + i % 2.
+template <class Format, int MT, int N, bool PARK, class Finish>
+__device__ __forceinline__ void tile_product(char* room, Ring<Format>& ring, const typename Format::Source (&source)[MT], int blocks,
+                                             int chunk_stages, const Finish& finish) {
+#if HAS_WGMMA
+    constexpr int SUMS = N / 2;
+    const int stages = (blocks + 1) / 2;
+    using Room = TileRoom<Format, MT, N, PARK>;
+    float4* const parked = (float4*)(room + Room::SUMS_AT) + threadIdx.x;
+    const u32 base = (u32)__cvta_generic_to_shared(room), barriers = base + Room::BARRIERS_AT;
+    float acc[MT][SUMS], total[PARK ? 1 : MT][PARK ? 1 : SUMS];
+    typename Format::Raw raw[MT];
+#pragma unroll
+    for (int m = 0; m < MT; m++)
+        if constexpr (Format::FETCHED == 0) raw[m] = Format::load(source[m], 0, blocks);
+    for (int first = 0; first < stages; first += chunk_stages) {
+        const int end = min(first + chunk_stages, stages);
+        for (int stage = first; stage < end; stage++) {
+            u32 a[MT][16];
+            if constexpr (Format::FETCHED == 0) {
+#pragma unroll
+                for (int m = 0; m < MT; m++) Format::decode(raw[m], a[m]);
+                const int next = min(stage + 1, stages - 1);
+#pragma unroll
+                for (int m = 0; m < MT; m++) raw[m] = Format::load(source[m], next, blocks);
+                wait_at(barriers + 8 * ring.slot, ring.parity);
+            } else {
+                wait_at(barriers + 8 * ring.slot, ring.parity);
+                raw[0] = Format::load(room + ring.slot * Room::STAGE + N * 128);
+                Format::decode(raw[0], a[0]);
+            }
+            const u64 descriptor = tile_descriptor(base + ring.slot * Room::STAGE);
+            wgmma_fence();
+#pragma unroll
+            for (int k = 0; k < 4; k++)
+#pragma unroll
+                for (int m = 0; m < MT; m++)
+                    Wgmma<N>::step(acc[m], a[m] + 4 * k, descriptor + 2 * k, k > 0 || stage > first);
+            wgmma_commit();
+            wgmma_wait<0>();
+            if (threadIdx.x % 128 == 0) arrive_at(barriers + 8 * (Format::SLOTS + ring.slot));
+            ring.next();
+        }
+        // Chunks are added left to right.
+        const bool last = end == stages;
+#pragma unroll
+        for (int m = 0; m < MT; m++) {
+            if constexpr (PARK) {
+#pragma unroll
+                for (int i = 0; i < SUMS / 4; i++) {
+                    float4* const at = parked + (m * (SUMS / 4) + i) * 256;
+                    if (first > 0) {
+                        const float4 v = *at;
+                        acc[m][4 * i] = v.x + acc[m][4 * i], acc[m][4 * i + 1] = v.y + acc[m][4 * i + 1];
+                        acc[m][4 * i + 2] = v.z + acc[m][4 * i + 2], acc[m][4 * i + 3] = v.w + acc[m][4 * i + 3];
+                    }
+                    if (!last) *at = make_float4(acc[m][4 * i], acc[m][4 * i + 1], acc[m][4 * i + 2], acc[m][4 * i + 3]);
+                }
+            } else {
+#pragma unroll
+                for (int i = 0; i < SUMS; i++) total[m][i] = first > 0 ? total[m][i] + acc[m][i] : acc[m][i];
+            }
+        }
+    }
+#pragma unroll
+    for (int m = 0; m < MT; m++) {
+        if constexpr (PARK) finish(m, acc[m]);
+        else finish(m, total[m]);
+    }
+#endif
+}
+
+// The first kilobyte boundary of the block's shared memory.
+__device__ __forceinline__ char* tile_room(char* shared_bytes) {
+    const u32 address = (u32)__cvta_generic_to_shared(shared_bytes);
+    return shared_bytes + ((1024 - (address & 1023)) & 1023);
+}
+
+struct TileShape {
+    int rows, atoms;            // of the inputs
+    int blocks, chunk_stages;   // of a group
+    int groups, slabs, first_slabs;
+    int scale_stride;
+    int row_tiles;
+    int begin0, end0, out_stride0, round_to_bf16_0;
+    int begin1, end1, out_stride1, round_to_bf16_1;
+};
+
+// Block b: rows of tile b % row_tiles, and slabs of tile b / row_tiles, none of two groups. Weights and outputs as in slab.cuh.
+template <class Format, int BLOCK_BYTES, int MT, int N, bool PARK>
+__device__ __forceinline__ void tile_linear(const uint4* weights0, const u8* scales0, const char* x, float* out0,
+                                            const uint4* weights1, const u8* scales1, float* out1, const TileShape& shape) {
+    extern __shared__ __align__(128) char shared_bytes[];
+    char* const room = tile_room(shared_bytes);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int group_slabs = shape.slabs / shape.groups, group_tiles = (group_slabs + MT * 8 - 1) / (MT * 8);
+    const int row0 = blockIdx.x % shape.row_tiles * N, slab_tile = blockIdx.x / shape.row_tiles;
+    const int group = slab_tile / group_tiles, first = slab_tile % group_tiles * (MT * 8) + warp;
+    const int stages = (shape.blocks + 1) / 2;
+    using Room = TileRoom<Format, MT, N, PARK>;
+    Ring<Format> ring;
+    start_tiles<Room, Format>(room);
+    let_next_start();
+    if (warp >= 8) {
+        give_registers();
+        if (warp > 8) return;
+        wait_for_inputs();
+        const size_t stride = (size_t)shape.atoms * 1024;
+        const u32 bytes = min(N / 8, shape.atoms - row0 / 8) * 1024;
+        x += group * stages * stride + row0 * 128;
+        for (int stage = 0; stage < stages; stage++)
+            fetch_stage<Room, Format>(room, ring, x + stage * stride, bytes, [](u32, u32) {});
+        return;
+    }
+    take_registers();
+    typename Format::Source source[MT];
+#pragma unroll
+    for (int m = 0; m < MT; m++) {
+        const int slab = group * group_slabs + min(first + m * 8, group_slabs - 1), second = slab >= shape.first_slabs;
+        const int own = second ? slab - shape.first_slabs : slab;
+        source[m].codes = (second ? weights1 : weights0) + (size_t)own * shape.blocks * (BLOCK_BYTES / 16) + lane;
+        source[m].scales = (second ? scales1 : scales0) + (size_t)(own / 2) * shape.scale_stride;
+    }
+    // What is written may still be read by the launch before.
+    wait_for_inputs();
+    tile_product<Format, MT, N, PARK>(room, ring, source, shape.blocks, shape.chunk_stages, [&](int m, const float (&sum)[N / 2]) {
+        if (first + m * 8 >= group_slabs) return;
+        const int slab = group * group_slabs + first + m * 8, second = slab >= shape.first_slabs;
+        const int row = (second ? slab - shape.first_slabs : slab) * 16 + lane / 4;
+        const int begin = second ? shape.begin1 : shape.begin0, end = second ? shape.end1 : shape.end0;
+        const int out_stride = second ? shape.out_stride1 : shape.out_stride0;
+        const bool round = second ? shape.round_to_bf16_1 : shape.round_to_bf16_0;
+        float* const out = (second ? out1 : out0) - begin;
+#pragma unroll
+        for (int i = 0; i < N / 2; i++) {
+            const int token = row0 + i / 4 * 8 + 2 * (lane % 4) + i % 2, at = row + (i / 2 % 2) * 8;
+            if (token < shape.rows && at >= begin && at < end)
+                out[(size_t)token * out_stride + at] = round ? bf16_round(sum[i]) : sum[i];
+        }
+    });
+}
+
+#define TILE_LINEAR(name, format, block_bytes, mt, n, park) \
+    extern "C" __global__ void __launch_bounds__(TILE_THREADS, 1) \
+        name(const uint4* weights0, const u8* scales0, const char* x, float* out0, const uint4* weights1, const u8* scales1, \
+             float* out1, TileShape shape) { \
+        tile_linear<format, block_bytes, mt, n, park>(weights0, scales0, x, out0, weights1, scales1, out1, shape); \
+    }
