@@ -5,12 +5,14 @@
 //! and unknown never passes.
 
 pub mod cache;
+pub mod child;
 pub mod client;
 pub mod compare;
 pub mod concurrent;
 pub mod load;
 pub mod record;
 pub mod serve;
+pub mod soak;
 pub mod workload;
 
 pub use client::{Client, ClientError};

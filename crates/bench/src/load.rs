@@ -85,7 +85,7 @@ pub async fn ask(client: &Client, request: &Request, start: Instant) -> Reply {
     reply
 }
 
-fn take(reply: &mut Reply, event: &Value, now: Duration) {
+pub(crate) fn take(reply: &mut Reply, event: &Value, now: Duration) {
     let usage = &event["usage"];
     if usage.is_object() {
         reply.prompt_tokens = usage["prompt_tokens"].as_u64().or(reply.prompt_tokens);

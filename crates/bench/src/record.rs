@@ -167,7 +167,7 @@ impl Check {
         }
     }
 
-    fn fail(&mut self, case: &str, failure: &str) {
+    pub(crate) fn fail(&mut self, case: &str, failure: &str) {
         self.failed += 1;
         self.tell(case, failure);
     }

@@ -1,5 +1,6 @@
 //! `bench`: speed and laws. `decode` times prompt rows and reply rows of the model itself, drafted and not; `evaluate`
-//! answers a dataset of prompts with expected replies and counts; `concurrent`, `cache` and `serve` ask a server.
+//! answers a dataset of prompts with expected replies and counts; `concurrent`, `cache` and `serve` ask a server; `soak`
+//! loads one for minutes, kills it on the way and compares every reply.
 
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
@@ -17,8 +18,9 @@ use crate::failure::{Failure, print};
 use crate::load::{self, Checked};
 use crate::measure;
 use crate::options::Environment;
+use crate::soak;
 
-const SUBCOMMANDS: &str = "decode, evaluate, concurrent, cache, serve, compare";
+const SUBCOMMANDS: &str = "decode, evaluate, concurrent, cache, serve, soak, compare";
 
 pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failure> {
     crate::logs::start(arguments);
@@ -39,6 +41,7 @@ pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failu
         "decode" => decode(&arguments, &load::checked(&located, &arguments)?)?,
         "evaluate" => evaluate::run(&arguments, &load::checked(&located, &arguments)?)?,
         "concurrent" | "cache" | "serve" => measure::run(&subcommand, &arguments, &located)?,
+        "soak" => soak::run(&arguments, &located, environment)?,
         "slice" => {
             return Err(Failure::run_time(format!("bench {subcommand} is not built yet; {SUBCOMMANDS} are")));
         }

@@ -143,7 +143,7 @@ fn plan_json(found: &Inspection) -> Json {
 }
 
 /// The plan's parts by name, in the order of the list.
-pub fn parts(plan: &MemoryPlan) -> [(&'static str, u64); 10] {
+pub fn parts(plan: &MemoryPlan) -> [(&'static str, u64); 11] {
     [
         ("embedding", plan.weights.embedding),
         ("head", plan.weights.head),
@@ -153,8 +153,22 @@ pub fn parts(plan: &MemoryPlan) -> [(&'static str, u64); 10] {
         ("engram (mapped)", plan.weights.engram_mapped),
         ("slots", u64::from(plan.slots) * plan.slot_bytes),
         ("cache pages", plan.page_bytes),
+        ("kept states", plan.kept_bytes),
         ("indexer scratch", plan.indexer_bytes),
         ("activations", plan.activation_bytes),
+    ]
+}
+
+/// The plan as `/memory` names its parts. The n-gram tables stay mapped and are no part of the sum.
+pub fn memory_plan(plan: &MemoryPlan) -> [(&'static str, u64); 6] {
+    let weights = &plan.weights;
+    [
+        ("weights", weights.embedding + weights.head + weights.dense + weights.draft),
+        ("engram", weights.engram_mapped),
+        ("experts", weights.experts),
+        ("kv", u64::from(plan.slots) * plan.slot_bytes + plan.page_bytes),
+        ("snapshots", plan.kept_bytes),
+        ("scratch", plan.indexer_bytes + plan.activation_bytes),
     ]
 }
 

@@ -26,6 +26,7 @@ mod resolve;
 mod run;
 mod selftest;
 mod serve;
+mod soak;
 
 use std::process::ExitCode;
 

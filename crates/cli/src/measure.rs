@@ -15,7 +15,7 @@ use crate::locate::Located;
 use crate::options::{Command, Environment, find};
 use crate::serve::Local;
 
-const SEED: u64 = 1234;
+pub const SEED: u64 = 1234;
 
 /// Measures with the given server or with one of its own.
 ///
@@ -49,7 +49,7 @@ pub fn run(subcommand: &str, arguments: &Arguments, located: &Located) -> Result
 }
 
 /// `serve` with what was given here and is an option there too.
-fn serve_words(arguments: &Arguments, at_once: usize) -> Vec<String> {
+pub fn serve_words(arguments: &Arguments, at_once: usize) -> Vec<String> {
     let mut words = vec!["serve".to_owned()];
     for flag in crate::options::OPTIONS.iter().map(|spec| spec.flag) {
         let (Some(spec), Some(_)) = (find(Command::Serve, flag), find(Command::Bench, flag)) else { continue };

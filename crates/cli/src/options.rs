@@ -637,6 +637,8 @@ pub const OPTIONS: &[OptionSpec] = &[
     option("serial", Kind::Switch, S::Command, BENCH, OFF, "concurrent: each request again without drafts"),
     option("no-seed", Kind::Switch, S::Command, BENCH, OFF, "concurrent: derived seeds"),
     option("stagger-ms", count(0, 1 << 20), S::Command, BENCH, DefaultValue::Is("0"), "concurrent: time between starts"),
+    option("minutes", number(0.05, 10_080.0), S::Command, BENCH, DefaultValue::Is("1"), "soak: time under load"),
+    option("clients", count(1, 4096), S::Command, BENCH, DefaultValue::Is("64"), "soak: clients at once"),
     option("repeats", count(1, 1000), S::Command, BENCH, DefaultValue::Is("2"), "cache: repetitions of the first row"),
     option("streams", count(1, 1024), S::Command, BENCH, DefaultValue::Is("2"), "cache: concurrent rows"),
     option("prompt-file", Kind::File, S::Command, BENCH, NONE, "cache: JSON list of token ids"),

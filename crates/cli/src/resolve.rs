@@ -78,9 +78,12 @@ pub fn loading(arguments: &Arguments, shape: &Shape, memory: Option<Memory>) -> 
 
     // A copy of a shared page for each slot, beside its own.
     let slot_pages = |slots: u32, context: u32| slots * (context.div_ceil(PAGE_POSITIONS) + 1);
-    let with_pages =
-        |slots: u32, context: u32, pages: u32| MemoryPlan::new(shape, slots, context, round_rows, threads, Some(pages));
-    let page_bytes = with_pages(1, 1, 1).page_bytes.max(1);
+    // The budget of kept prefixes may be used up by pages or by states, and pages once written stay resident.
+    let with_pages = |slots: u32, context: u32, pages: u32, kept_bytes: u64| MemoryPlan {
+        kept_bytes,
+        ..MemoryPlan::new(shape, slots, context, round_rows, threads, Some(pages))
+    };
+    let page_bytes = with_pages(1, 1, 1, 0).page_bytes.max(1);
     let is_kept = !matches!(flag_value(arguments, "prefix-cache"), Some(Value::Text(text)) if text == "off");
     let asked_bytes = match flag_value(arguments, "prefix-cache-bytes") {
         _ if !is_kept => Some(0),
@@ -91,7 +94,7 @@ pub fn loading(arguments: &Arguments, shape: &Shape, memory: Option<Memory>) -> 
     // Without a figure for kept prefixes, a request of the whole window and one kept beside it must fit.
     let plan = |slots: u32, context: u32| {
         let kept = asked_bytes.map_or(slots * context.div_ceil(PAGE_POSITIONS), kept_pages);
-        with_pages(slots, context, slot_pages(slots, context).saturating_add(kept))
+        with_pages(slots, context, slot_pages(slots, context).saturating_add(kept), asked_bytes.unwrap_or(0))
     };
     let room = budget.unwrap_or(u64::MAX);
     let refuse = |text: String| Mistakes(vec![text]);
@@ -140,11 +143,11 @@ pub fn loading(arguments: &Arguments, shape: &Shape, memory: Option<Memory>) -> 
     let draft = draft_max(arguments, shape.dspark_block_size as u32) > 0;
     let own_pages = slot_pages(slots, context);
     let prefix_cache_bytes = asked_bytes.unwrap_or_else(|| {
-        let idle = room.saturating_sub(with_pages(slots, context, own_pages).total_bytes());
+        let idle = room.saturating_sub(with_pages(slots, context, own_pages, 0).total_bytes()) / 2;
         idle.min(KEPT_WINDOWS_AUTO * (u64::from(context) * plan.position_bytes + 4 * plan.snapshot_bytes))
     });
     let pages = own_pages.saturating_add(kept_pages(prefix_cache_bytes));
-    let plan = with_pages(slots, context, pages);
+    let plan = with_pages(slots, context, pages, prefix_cache_bytes);
     let options = Options {
         threads,
         level: Level::best(),

@@ -198,7 +198,8 @@ fn config(arguments: &Arguments, checked: &Checked, address: SocketAddr) -> Serv
         watchdog: seconds("watchdog", 60),
         metrics,
         metrics_open: arguments.is_on("metrics-open"),
-        memory_plan: crate::info::parts(&checked.loading.plan).to_vec(),
+        memory_plan: crate::info::memory_plan(&checked.loading.plan).to_vec(),
+        memory_plan_total: checked.loading.plan.total_bytes(),
     }
 }
 

@@ -109,6 +109,8 @@ pub struct ServerConfig {
     pub metrics: MetricsNames,
     /// `/metrics` and `/memory` are answered without a key.
     pub metrics_open: bool,
-    /// Planned bytes by part.
+    /// Planned bytes by part, what stays mapped included.
     pub memory_plan: Vec<(&'static str, u64)>,
+    /// What the process may take beside its own code, what stays mapped excluded.
+    pub memory_plan_total: u64,
 }

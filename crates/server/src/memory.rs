@@ -5,10 +5,28 @@ use tf_engine::EngineHandle;
 
 use crate::config::ServerConfig;
 
-/// Resident and peak bytes of this process, as Linux tells them.
-pub fn process() -> Option<(u64, u64)> {
-    let status = std::fs::read_to_string("/proc/self/status").ok()?;
-    Some((field(&status, "VmRSS:")?, field(&status, "VmHWM:")?))
+/// What this process has, as Linux tells it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Process {
+    pub resident_bytes: u64,
+    pub peak_bytes: u64,
+    /// Of the resident bytes those that no file backs: what the program took for itself.
+    pub anonymous_bytes: Option<u64>,
+}
+
+impl Process {
+    /// This process now.
+    pub fn own() -> Option<Process> {
+        Process::read(&std::fs::read_to_string("/proc/self/status").ok()?)
+    }
+
+    fn read(status: &str) -> Option<Process> {
+        Some(Process {
+            resident_bytes: field(status, "VmRSS:")?,
+            peak_bytes: field(status, "VmHWM:")?,
+            anonymous_bytes: field(status, "RssAnon:"),
+        })
+    }
 }
 
 fn field(status: &str, name: &str) -> Option<u64> {
@@ -23,11 +41,17 @@ pub fn report(config: &ServerConfig, engine: &EngineHandle) -> Value {
     let mut report = json!({
         "schema_version": 1, "context_length": limits.context,
         "prefix_cache": {
-            "budget_bytes": limits.prefix_cache_bytes, "used_bytes": stats.prefix_bytes, "entries": stats.prefixes
+            "budget_bytes": limits.prefix_cache_bytes, "used_bytes": stats.prefix_bytes, "entries": stats.prefixes,
+            "evictions": stats.prefix_evictions
         },
+        "plan_bytes": config.memory_plan_total
     });
-    if let Some((resident, peak)) = process() {
+    if let Some(process) = Process::own() {
+        let (resident, peak) = (process.resident_bytes, process.peak_bytes);
         report["process"] = json!({"resident_bytes": resident, "peak_bytes": peak, "source": "/proc/self/status"});
+        if let Some(anonymous) = process.anonymous_bytes {
+            report["process"]["anonymous_bytes"] = anonymous.into();
+        }
     }
     let plan: Map<String, Value> =
         config.memory_plan.iter().map(|(part, bytes)| (part.to_string(), (*bytes).into())).collect();
@@ -41,8 +65,9 @@ mod tests {
 
     #[test]
     fn sizes_are_read_from_their_own_line() {
-        let status = "Name:\tx\nVmHWM:\t    20 kB\nVmRSS:\t   12 kB\nThreads:\t3\n";
-        assert_eq!((field(status, "VmRSS:"), field(status, "VmHWM:")), (Some(12 << 10), Some(20 << 10)));
+        let status = "Name:\tx\nVmHWM:\t    20 kB\nVmRSS:\t   12 kB\nRssAnon:\t 7 kB\nThreads:\t3\n";
+        let expected = Process { resident_bytes: 12 << 10, peak_bytes: 20 << 10, anonymous_bytes: Some(7 << 10) };
+        assert_eq!(Process::read(status), Some(expected));
         assert_eq!((field(status, "Threads:"), field(status, "None:")), (None, None));
     }
 }

@@ -248,8 +248,9 @@ pub fn page(config: &ServerConfig, engine: Option<&EngineHandle>, metrics: &Metr
         engine_figures(&mut page, &engine.stats(), engine);
     }
     reply_figures(&mut page, &metrics.counts());
-    if let Some((resident, _)) = crate::memory::process() {
-        page.figure("process_resident_bytes", "", "gauge", "Memory of the process.", &[(&[], resident as f64)]);
+    if let Some(process) = crate::memory::Process::own() {
+        let resident = process.resident_bytes as f64;
+        page.figure("process_resident_bytes", "", "gauge", "Memory of the process.", &[(&[], resident)]);
     }
     for &(part, bytes) in &config.memory_plan {
         let labels: &[(&str, &str)] = &[("device", &identity.backend), ("part", part)];

@@ -24,6 +24,8 @@ pub struct MemoryPlan {
     pub snapshot_bytes: u64,
     /// All cache pages.
     pub page_bytes: u64,
+    /// Window rows of all kept prefixes, at most. Whoever sets the budget of kept prefixes sets this.
+    pub kept_bytes: u64,
     /// Index scores of a row, over the whole context.
     pub indexer_bytes: u64,
     /// Activations of the largest round.
@@ -44,6 +46,7 @@ impl MemoryPlan {
             slot_bytes: layout.slot_bytes() as u64,
             snapshot_bytes: (rings * (shape.sliding_window - 1)) as u64,
             page_bytes: u64::from(layout.page_count) * layout.page_bytes() as u64,
+            kept_bytes: 0,
             indexer_bytes: scores as u64,
             activation_bytes: activations as u64,
         }
@@ -51,7 +54,7 @@ impl MemoryPlan {
 
     /// Weights, caches and activations together, without the mapped tables.
     pub fn total_bytes(&self) -> u64 {
-        self.fixed_bytes() + u64::from(self.slots) * self.slot_bytes + self.page_bytes
+        self.fixed_bytes() + u64::from(self.slots) * self.slot_bytes + self.page_bytes + self.kept_bytes
     }
 
     /// What doesn't depend on how many requests run.

@@ -256,7 +256,8 @@ pub async fn start_loading(setup: Setup) -> (TestServer, oneshot::Receiver<()>) 
         watchdog: Duration::from_secs(60),
         metrics: MetricsNames::Own,
         metrics_open: false,
-        memory_plan: vec![("weights", 1000), ("slots", 24)],
+        memory_plan: vec![("weights", 1000), ("kv", 24)],
+        memory_plan_total: 1024,
     };
     (setup.config)(&mut config);
     let socket = small_socket();
