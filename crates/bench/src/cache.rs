@@ -47,7 +47,8 @@ pub async fn run(client: &Client, plan: &Plan, record: &mut Record) {
         }
         if let Some(expected) = plan.expected_prompt_tokens {
             let is_right = reply.prompt_tokens.map(|tokens| tokens == expected);
-            lengths.count(name, is_right, || format!("{:?} prompt tokens instead of {expected}", reply.prompt_tokens));
+            let found = reply.prompt_tokens.unwrap_or(0);
+            lengths.count(name, is_right, || format!("{found} prompt tokens instead of {expected}"));
         }
     };
     judge("first", &first, plan.require_cold.then_some(CacheState::Cold));

@@ -184,7 +184,7 @@ impl Check {
             return self.fail(case, failure);
         }
         let shas = one.token_sha.as_ref().zip(other.token_sha.as_ref());
-        let text = || format!("{:?} and {:?}", one.token_sha, other.token_sha);
+        let text = || shas.map_or_else(String::new, |(one, other)| format!("{one} and {other}"));
         self.count(case, shas.map(|(one, other)| one == other), text);
     }
 

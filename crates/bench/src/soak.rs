@@ -42,8 +42,10 @@ pub struct Plan {
     pub words: Vec<String>,
     /// Of the server that keeps whatever fits, for turns asked in calm.
     pub calm_words: Vec<String>,
-    /// Of the server whose replies are the standard: one request at a time, no drafts, nothing kept.
+    /// Of the servers whose replies are the standard: one request at a time, no drafts, nothing kept.
     pub solo_words: Vec<String>,
+    /// How many of these share the work.
+    pub solo_servers: usize,
     /// Where the servers' logs go.
     pub folder: PathBuf,
     pub clients: usize,
@@ -167,10 +169,13 @@ pub async fn run(plan: &Plan, record: &mut Record, say: &dyn Fn(&str)) -> Result
     let heap = std::mem::take(&mut *shared.heap());
     let count: usize = heap.asked.iter().map(|asked| asked.outcomes.len()).sum();
     say(&format!("{count} replies; now each of the {} requests alone, without drafts or cache", heap.asked.len()));
-    let solo = start(plan, &plan.solo_words, "solo", 0).await?;
-    let client = Client::new(&solo.url)?;
-    let checks = judge::compare(&client, &heap.asked, say).await;
-    solo.kill();
+    let mut solo = Vec::new();
+    for _ in 0..plan.solo_servers.max(1) {
+        solo.push(start(plan, &plan.solo_words, "solo", 0).await?);
+    }
+    let clients = solo.iter().map(|server| Client::new(&server.url)).collect::<Result<Vec<_>, _>>()?;
+    let checks = judge::compare(&clients, &heap.asked, say).await;
+    solo.into_iter().for_each(Server::kill);
 
     record.rows.extend(heap.tally.rows(loaded));
     record.rows.extend(seen.rows());

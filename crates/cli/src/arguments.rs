@@ -314,7 +314,7 @@ impl Reader {
         let file = self.read_file(environment);
         let mut settings = BTreeMap::new();
         for spec in OPTIONS.iter().filter(|spec| spec.commands.contains(&self.command)) {
-            let variable = spec.variable();
+            let variable = spec.variable(self.command);
             let (texts, source, shown) = if let Some(given) = self.flags.get(spec.flag) {
                 let shown = given[0].0.clone();
                 (given.iter().map(|(_, value)| value.clone()).collect(), Source::Flag, shown)
@@ -368,13 +368,20 @@ impl Reader {
     }
 
     fn note_unknown_variables(&mut self, environment: &Environment) {
-        let known: Vec<String> = OPTIONS.iter().map(OptionSpec::variable).collect();
+        let known: Vec<String> = OPTIONS.iter().flat_map(variables).collect();
         for name in environment.names().filter(|name| name.starts_with(PREFIX)) {
-            if !known.iter().any(|known| known == name) {
-                let near = nearest(name, known.iter().map(String::as_str));
-                let hint = near.map_or_else(String::new, |near| format!(" Did you mean {near}?"));
-                self.notes.push(format!("{name} is no variable of this program and is not read.{hint}"));
+            if known.iter().any(|known| known == name) {
+                continue;
             }
+            let flag = name[PREFIX.len()..].to_lowercase().replace('_', "-");
+            let meant: Vec<String> =
+                OPTIONS.iter().filter(|spec| named(spec, &format!("--{flag}")).is_some()).flat_map(variables).collect();
+            let hint = match (meant.is_empty(), nearest(name, known.iter().map(String::as_str))) {
+                (false, _) => format!(" It is called {}.", meant.join(" or ")),
+                (true, Some(near)) => format!(" Did you mean {near}?"),
+                (true, None) => String::new(),
+            };
+            self.notes.push(format!("{name} is no variable of this program and is not read.{hint}"));
         }
     }
 
@@ -399,35 +406,79 @@ impl Reader {
                 return found;
             }
         };
-        for (key, value) in table {
-            let line = line_of(&text, &key);
-            let place = format!("{path}:{line}");
-            let Some(values) = scalars(&value) else {
-                self.mistakes
-                    .push(format!("{place} {key}: expected a text, a number, true or false, or a list of them"));
-                continue;
-            };
-            let flag = key.replace('_', "-");
-            if let Some(spec) = find(self.command, &flag) {
-                match spec.repeatable || spec.kind == Kind::List || values.len() == 1 {
-                    true => {
-                        let values = match spec.kind == Kind::List {
-                            true => vec![values.join(",")],
-                            false => values,
-                        };
-                        found.insert(spec.flag, (values, Source::File { file: path.clone(), line }));
+        for (key, value) in &table {
+            let line = line_of(&text, key);
+            match (value, Command::ALL.into_iter().find(|command| command.name() == key)) {
+                // What stands below a command's name counts for that command, and more than what stands above.
+                (toml::Value::Table(own), Some(command)) => {
+                    let is_mine = command == self.command;
+                    for (key, value) in own.iter().filter(|_| is_mine) {
+                        let line = line + line_of(text.lines().skip(line).collect::<Vec<_>>().join("\n").as_str(), key);
+                        let setting = self.file_setting(&path, line, key, value, true);
+                        found.extend(setting);
                     }
-                    false => self.mistakes.push(format!("{place} {key}: expected one value, not a list")),
                 }
-            } else if !OPTIONS.iter().any(|spec| spec.flag == flag) {
-                // A file may serve several commands, so another command's key is fine.
-                let flags = OPTIONS.iter().map(|spec| spec.flag);
-                let hint = nearest(&flag, flags).map_or_else(String::new, |near| format!(" Did you mean {near}?"));
-                self.mistakes.push(format!("{place} {key} is no option.{hint}"));
+                _ => {
+                    if let Some((flag, setting)) = self.file_setting(&path, line, key, value, false) {
+                        found.entry(flag).or_insert(setting);
+                    }
+                }
             }
         }
         found
     }
+
+    /// One key of the file, where it is an option of this command. `is_own`: it stands below the command's name.
+    fn file_setting(
+        &mut self,
+        path: &str,
+        line: usize,
+        key: &str,
+        value: &toml::Value,
+        is_own: bool,
+    ) -> Option<(&'static str, (Vec<String>, Source))> {
+        let place = format!("{path}:{line}");
+        let Some(values) = scalars(value) else {
+            self.mistakes.push(format!("{place} {key}: expected a text, a number, true or false, or a list of them"));
+            return None;
+        };
+        let flag = key.replace('_', "-");
+        let Some(spec) = find(self.command, &flag) else {
+            // A file may serve several commands, so another command's key is fine.
+            if is_own || !OPTIONS.iter().any(|spec| spec.flag == flag) {
+                let hint = nearest(&flag, OPTIONS.iter().map(|spec| spec.flag)).filter(|near| *near != flag);
+                let hint = hint.map_or_else(String::new, |near| format!(" Did you mean {near}?"));
+                let whose = if is_own { format!(" of {}", self.command.name()) } else { String::new() };
+                self.mistakes.push(format!("{place} {key} is no option{whose}.{hint}"));
+            }
+            return None;
+        };
+        if spec.is_scoped() && !is_own {
+            let commands: Vec<String> = OPTIONS
+                .iter()
+                .filter(|spec| spec.flag == flag)
+                .flat_map(|spec| spec.commands.iter().map(|command| format!("[{}]", command.name())))
+                .collect();
+            self.mistakes.push(format!(
+                "{place} {key} means different things to different commands: write it below {}",
+                commands.join(" or ")
+            ));
+            return None;
+        }
+        if !(spec.repeatable || spec.kind == Kind::List || values.len() == 1) {
+            self.mistakes.push(format!("{place} {key}: expected one value, not a list"));
+            return None;
+        }
+        let values = if spec.kind == Kind::List { vec![values.join(",")] } else { values };
+        Some((spec.flag, (values, Source::File { file: path.to_owned(), line })))
+    }
+}
+
+/// The variables that an option is read from, whatever the command.
+fn variables(spec: &OptionSpec) -> Vec<String> {
+    let mut variables: Vec<String> = spec.commands.iter().map(|command| spec.variable(*command)).collect();
+    variables.dedup();
+    variables
 }
 
 fn toggle(spec: &OptionSpec) -> String {
@@ -460,8 +511,11 @@ fn scalars(value: &toml::Value) -> Option<Vec<String>> {
 }
 
 fn line_of(text: &str, key: &str) -> usize {
-    let starts =
-        |line: &str| line.trim_start().strip_prefix(key).is_some_and(|rest| rest.trim_start().starts_with('='));
+    let starts = |line: &str| {
+        let line = line.trim_start();
+        line.strip_prefix(key).is_some_and(|rest| rest.trim_start().starts_with('='))
+            || line.trim_end() == format!("[{key}]")
+    };
     text.lines().position(starts).map_or(1, |index| index + 1)
 }
 

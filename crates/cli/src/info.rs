@@ -3,16 +3,18 @@
 use serde_json::{Value as Json, json};
 use tf_model::Family;
 use tf_model::deepseek_v41::memory::MemoryPlan;
+use tf_model::deepseek_v41::shape::Shape;
 use tf_numerics::lanes::Level;
 
 use crate::arguments::{Arguments, Request, Setting, parse, show};
 use crate::build;
 use crate::failure::{Failure, print};
 use crate::inspect::Inspection;
+use crate::load::Checked;
 use crate::locate::{Located, hub_cache, locate};
 use crate::machine;
 use crate::options::{Command, DefaultValue, Environment, FOREIGN, Honour, Kind, OPTIONS, PREFIX, find};
-use crate::resolve::show_bytes;
+use crate::resolve::{Loading, show_bytes};
 
 pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failure> {
     if arguments.is_on("capabilities") {
@@ -98,30 +100,54 @@ fn model_json(located: &Located, found: &Inspection) -> Json {
         "name": located.name,
         "place": located.describe(),
         "family": found.shape.as_ref().map(|_| Family::DeepseekV41.model_type()),
-        "shape": found.shape.as_ref().map(|shape| json!({
-            "layers": shape.num_hidden_layers,
-            "draft_blocks": shape.num_nextn_predict_layers,
-            "hidden_size": shape.hidden_size,
-            "heads": shape.num_attention_heads,
-            "head_dim": shape.head_dim,
-            "experts": shape.n_routed_experts,
-            "experts_per_token": shape.num_experts_per_tok,
-            "vocab_size": shape.vocab_size,
-            "max_position_embeddings": shape.max_position_embeddings,
-            "vision_layers": shape.vision.map_or(0, |vision| vision.num_hidden_layers),
-        })),
+        "shape": found.shape.as_ref().map(shape_json),
         "fingerprint": found.fingerprint.map(|fingerprint| fingerprint.to_string()),
         "tensors": found.checkpoint.as_ref().map(|checkpoint| checkpoint.views().len()),
         "formats": formats,
         "ignored_tensors": found.checkpoint.as_ref().map(|checkpoint| checkpoint.ignored()),
         "special_tokens": markers,
-        "plan": plan_json(found),
+        "plan": found.loading.as_ref().map(|loading| plan_json(loading, found.shape.as_ref())),
         "reasons": found.reasons,
     })
 }
 
-fn plan_json(found: &Inspection) -> Json {
-    let Some(loading) = &found.loading else { return Json::Null };
+fn shape_json(shape: &Shape) -> Json {
+    json!({
+        "layers": shape.num_hidden_layers,
+        "draft_blocks": shape.num_nextn_predict_layers,
+        "hidden_size": shape.hidden_size,
+        "heads": shape.num_attention_heads,
+        "head_dim": shape.head_dim,
+        "experts": shape.n_routed_experts,
+        "experts_per_token": shape.num_experts_per_tok,
+        "vocab_size": shape.vocab_size,
+        "max_position_embeddings": shape.max_position_embeddings,
+        "vision_layers": shape.vision.map_or(0, |vision| vision.num_hidden_layers),
+    })
+}
+
+/// What `/server_info` says of a checkpoint that is served with these arguments. Names no place on this machine.
+pub fn served(checked: &Checked, arguments: &Arguments) -> Json {
+    let options = OPTIONS.iter().filter(|spec| spec.commands.contains(&arguments.command) && !spec.secret);
+    let options: serde_json::Map<String, Json> = options
+        .filter_map(|spec| Some((spec.flag.to_owned(), show(&arguments.setting(spec.flag)?.value).into())))
+        .collect();
+    json!({
+        "schema_version": 1,
+        "build": build_json(),
+        "cpu": {"architecture": std::env::consts::ARCH, "level": checked.loading.options.level.name()},
+        "model": {
+            "name": checked.name,
+            "family": Family::DeepseekV41.model_type(),
+            "fingerprint": checked.fingerprint,
+            "shape": shape_json(&checked.shape),
+            "plan": plan_json(&checked.loading, Some(&checked.shape)),
+        },
+        "options": options,
+    })
+}
+
+fn plan_json(loading: &Loading, shape: Option<&Shape>) -> Json {
     let (plan, options) = (&loading.plan, &loading.options);
     let mut json = json!({
         "context": plan.context,
@@ -135,7 +161,7 @@ fn plan_json(found: &Inspection) -> Json {
         "snapshot_bytes": plan.snapshot_bytes,
     });
     json["bytes"] = parts(plan).into_iter().map(|(name, bytes)| (name.to_owned(), Json::from(bytes))).collect();
-    if let (Some(budget), Some(shape)) = (loading.budget, &found.shape) {
+    if let (Some(budget), Some(shape)) = (loading.budget, shape) {
         json["largest_context"] = plan.largest_context(shape, budget).into();
         json["full_requests"] = plan.full_requests(budget).into();
     }
@@ -282,8 +308,8 @@ fn capabilities() -> Json {
         .filter(|spec| spec.later.is_empty())
         .map(|spec| {
             let commands: Vec<_> = spec.commands.iter().map(|command| command.name()).collect();
-            let mut json =
-                json!({"flag": format!("--{}", spec.flag), "variable": spec.variable(), "commands": commands});
+            let variable = spec.variable(spec.commands[0]);
+            let mut json = json!({"flag": format!("--{}", spec.flag), "variable": variable, "commands": commands});
             if let Kind::Choice { built, .. } = spec.kind {
                 json["values"] = built.into();
             }

@@ -90,6 +90,13 @@ pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failu
                 "--drafts needs at least two tokens: the draft head reads the positions before the last",
             ));
         }
+        if let Some(from) = decode.filter(|from| *from >= ids.len()) {
+            let last = ids.len() - 1;
+            return Err(usage(&format!(
+                "--decode {from} leaves no token to decode: {} tokens are given, so FROM is at most {last}",
+                ids.len()
+            )));
+        }
         let wanted = wanted(&positions, ids.len())?;
         let (logits, drafts) = source.rows(ids, &wanted, &feeding, drafts, &positions)?;
         let vocab = checked.shape.vocab_size;

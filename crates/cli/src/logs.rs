@@ -21,6 +21,21 @@ pub fn start(arguments: &Arguments) {
     };
 }
 
+/// Whether stderr carries log lines as JSON and nothing else.
+pub fn is_json(arguments: &Arguments) -> bool {
+    arguments.text("log-format") == Some("json")
+}
+
+/// Tells people something on stderr; as log lines where these are for programs.
+pub fn say(arguments: &Arguments, text: &str) {
+    if !is_json(arguments) {
+        eprint!("{text}");
+        return;
+    }
+    start(arguments);
+    text.lines().for_each(|line| tracing::info!("{}", line.trim()));
+}
+
 /// Whether a stream may carry colour.
 pub fn has_colour(is_terminal: bool) -> bool {
     is_terminal && Environment::of_process().get("NO_COLOR").is_none()

@@ -30,21 +30,28 @@ mod soak;
 
 use std::process::ExitCode;
 
-use arguments::{Arguments, Request};
+use arguments::{Arguments, Mistakes, Request};
 use failure::{Failure, print};
 use options::{Command, Environment};
 
 fn main() -> ExitCode {
     let environment = Environment::of_process();
-    let words: Vec<String> = std::env::args_os().skip(1).map(|word| word.to_string_lossy().into_owned()).collect();
-    let ended = match arguments::parse(&words, &environment) {
+    let words = words(std::env::args_os().skip(1));
+    let ended = match words.and_then(|words| arguments::parse(&words, &environment)) {
         Ok(Request::Help { command, long }) => print(&help::help(command, long)).map_err(Failure::from),
         Ok(Request::Version) => print(&format!("{}\n", build::text())).map_err(Failure::from),
         Ok(Request::Run(arguments)) => {
-            for note in &arguments.notes {
-                eprintln!("note: {note}");
+            let text: String = arguments.notes.iter().map(|note| format!("note: {note}\n")).collect();
+            logs::say(&arguments, &text);
+            let ended = run(&arguments, &environment);
+            match ended {
+                Err(failure) if logs::is_json(&arguments) => {
+                    logs::start(&arguments);
+                    failure.text.lines().for_each(|line| tracing::error!("{line}"));
+                    Err(Failure { text: String::new(), ..failure })
+                }
+                ended => ended,
             }
-            run(&arguments, &environment)
         }
         Err(mistakes) => Err(mistakes.into()),
     };
@@ -57,6 +64,22 @@ fn main() -> ExitCode {
             ExitCode::from(failure.code)
         }
     }
+}
+
+/// The arguments as text. What isn't text would name another file than the one that was meant.
+fn words(arguments: impl Iterator<Item = std::ffi::OsString>) -> Result<Vec<String>, Mistakes> {
+    let (mut words, mut mistakes) = (Vec::new(), Vec::new());
+    for (index, argument) in arguments.enumerate() {
+        match argument.into_string() {
+            Ok(word) => words.push(word),
+            Err(argument) => mistakes.push(format!(
+                "argument {} is no UTF-8 text: {}. Rename the file, or call it by another path",
+                index + 1,
+                argument.to_string_lossy()
+            )),
+        }
+    }
+    if mistakes.is_empty() { Ok(words) } else { Err(Mistakes(mistakes)) }
 }
 
 fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failure> {
@@ -78,4 +101,20 @@ fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failure> 
 
 fn not_built(command: Command, instead: &str) -> Failure {
     Failure::run_time(format!("{} is not built yet: {instead}", command.name()))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::OsString;
+    use std::os::unix::ffi::OsStringExt;
+
+    use super::*;
+
+    #[test]
+    fn an_argument_that_is_no_text_is_refused_and_not_mangled() {
+        let arguments = [OsString::from("info"), OsString::from_vec(b"/models/\xff".to_vec())];
+        let error = words(arguments.into_iter()).unwrap_err().to_string();
+        assert!(error.starts_with("argument 2 is no UTF-8 text"), "{error}");
+        assert_eq!(words([OsString::from("info")].into_iter()).unwrap(), ["info"]);
+    }
 }

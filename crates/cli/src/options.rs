@@ -1,6 +1,7 @@
 //! Every option of the program, declared once: parsing, checks, help and the reference page all read this table.
 //!
 //! An option has a flag, a variable `TENSORFOLD_` + the flag in capitals, and a key in the file that `--config` names.
+//! Where commands give one flag different values, variable and key carry the command's name too.
 //! Flag beats variable beats file beats default. What isn't built is in the table too, so that it is refused by name.
 //! This is the only place that reads the environment.
 
@@ -311,9 +312,15 @@ impl OptionSpec {
         self
     }
 
-    /// `TENSORFOLD_MAX_TOKENS` for `max-tokens`.
-    pub fn variable(&self) -> String {
-        format!("{PREFIX}{}", self.flag.to_uppercase().replace('-', "_"))
+    /// Whether another command gives this flag values of another kind, so that one variable can't serve both.
+    pub fn is_scoped(&self) -> bool {
+        OPTIONS.iter().any(|other| other.flag == self.flag && other.kind != self.kind)
+    }
+
+    /// `TENSORFOLD_MAX_TOKENS` for `max-tokens`, `TENSORFOLD_BENCH_FORMAT` for the `format` of `bench`.
+    pub fn variable(&self, command: Command) -> String {
+        let scope = if self.is_scoped() { format!("{}_", command.name()) } else { String::new() };
+        format!("{PREFIX}{}", format!("{scope}{}", self.flag).to_uppercase().replace('-', "_"))
     }
 }
 
@@ -560,9 +567,9 @@ pub const OPTIONS: &[OptionSpec] = &[
     option("log-requests", Kind::File, S::Logs, SERVE, OFF,
         "request bodies, for debugging")
         .also(&[same("--enable-log-requests")]).later("request bodies aren't logged yet"),
-    option("metrics", ON_OFF, S::Logs, SERVE, OFF,
+    option("metrics", ON_OFF, S::Logs, SERVE, DefaultValue::Is("on"),
         "the /metrics route").also(&[fixed("--no-metrics", "off")]),
-    option("metrics-names", choice(&["own", "all"]), S::Logs, SERVE, NONE,
+    option("metrics-names", choice(&["own", "all"]), S::Logs, SERVE, DefaultValue::Is("all"),
         "all adds vLLM's names"),
     option("otlp-endpoint", Kind::Text, S::Logs, SERVE, OFF,
         "traces").also(&[same("--otlp-traces-endpoint")]).later("traces aren't built yet"),

@@ -9,7 +9,10 @@ fn page() -> String {
     let mut page = String::from(
         "# Options\n\nGenerated from the program's own table; `cargo xtask gen` rewrites it.\n\nEvery option has a flag, \
          a variable `TENSORFOLD_` + the flag in capitals with `_` (`--max-tokens` is `TENSORFOLD_MAX_TOKENS`; a repeatable \
-         one takes a list with commas), and a key in the TOML file that `--config` names. Flag beats variable beats file \
+         one takes a list with commas), and a key in the TOML file that `--config` names, above all tables or below \
+         `[COMMAND]`. The flags `--format`, `--json`, `--prompt` and `--rows` mean different things to different commands: \
+         their variables carry the command's name (`TENSORFOLD_BENCH_FORMAT`), and their keys stand below it. \
+         Flag beats variable beats file \
          beats default; `tensorfold info --options` shows which one won. Sizes: `512MiB`, `16g` (binary) or `64GB` (decimal). \
          Counts: `32k` is 32,768, `1M` is 1,048,576.\n\n## Commands\n\n| command | job |\n| --- | --- |\n",
     );

@@ -55,17 +55,24 @@ pub fn loading(arguments: &Arguments, shape: &Shape, memory: Option<Memory>) -> 
         }
         other => other.map(|context| context as u32),
     };
-    let verify_rows = shape.window_rows_max() as u64;
+    let slots = flag_count(arguments, "parallel").map(|count| count as u32);
+    let is_drafting = draft_max(arguments, shape.dspark_block_size as u32) > 0;
+    let verify_rows = if is_drafting { shape.window_rows_max() as u64 } else { 1 };
+    let rows_auto = ROUND_ROWS_AUTO.max(2 * slots.unwrap_or(1));
     let round_rows = match flag_count(arguments, "round-rows") {
         Some(rows) if rows < verify_rows => {
             mistakes.push(format!(
                 "--round-rows {rows} is fewer than one verify window of {verify_rows} rows. Use a larger value or leave it out"
             ));
-            ROUND_ROWS_AUTO
+            rows_auto
         }
-        other => other.map_or(ROUND_ROWS_AUTO, |rows| rows as u32),
+        other => other.map_or(rows_auto, |rows| rows as u32),
     };
-    let slots = flag_count(arguments, "parallel").map(|count| count as u32);
+    if let Some(slots) = slots.filter(|slots| *slots >= round_rows && (*slots, round_rows) != (1, 1)) {
+        mistakes.push(format!(
+            "--round-rows {round_rows} leaves no row for prompts beside {slots} replies. Use more rows than --parallel"
+        ));
+    }
     if let (crate::options::Command::Serve, Some(text)) = (arguments.command, chunk_text(arguments)) {
         let is_count = text.parse::<u32>().is_ok_and(|rows| rows > 0);
         if text != "auto" && !is_count {
@@ -124,7 +131,10 @@ pub fn loading(arguments: &Arguments, shape: &Shape, memory: Option<Memory>) -> 
     };
     let slots = match slots {
         Some(slots) => slots,
-        None => largest(SLOTS_AUTO, |slots| plan(*slots, context).total_bytes() <= room).unwrap_or(1),
+        None => {
+            let most = SLOTS_AUTO.min(round_rows.saturating_sub(1).max(1));
+            largest(most, |slots| plan(*slots, context).total_bytes() <= room).unwrap_or(1)
+        }
     };
     let whole = plan;
     let plan = whole(slots, context);
@@ -140,7 +150,6 @@ pub fn loading(arguments: &Arguments, shape: &Shape, memory: Option<Memory>) -> 
             show_bytes(room)
         )));
     }
-    let draft = draft_max(arguments, shape.dspark_block_size as u32) > 0;
     let own_pages = slot_pages(slots, context);
     let prefix_cache_bytes = asked_bytes.unwrap_or_else(|| {
         let idle = room.saturating_sub(with_pages(slots, context, own_pages, 0).total_bytes()) / 2;
@@ -154,7 +163,7 @@ pub fn loading(arguments: &Arguments, shape: &Shape, memory: Option<Memory>) -> 
         context,
         slots,
         round_rows,
-        draft,
+        draft: is_drafting,
         pages: Some(pages),
         ..Options::default()
     };
@@ -383,6 +392,7 @@ mod tests {
             ("serve --chunk abc", "--chunk abc is no number of rows"),
             ("serve --chunk 0", "--chunk 0 is no number of rows"),
             ("serve --round-rows 5", "--round-rows 5 is fewer than one verify window of 6 rows"),
+            ("serve --round-rows 8 --parallel 8", "--round-rows 8 leaves no row for prompts beside 8 replies"),
             ("serve --memory 1MiB", "the weights and activations need"),
             ("serve --memory 100MiB --parallel 1000", "one token for each of 1000 requests"),
             ("serve --memory 60MiB --parallel 200 --context 8k", "or raise --memory"),
@@ -390,6 +400,8 @@ mod tests {
             let error = loading_of(line).unwrap_err().to_string();
             assert!(error.contains(part), "{line}: {error}");
         }
+        let serial = loading_of("serve --round-rows 1 --draft off").unwrap().options;
+        assert_eq!((serial.round_rows, serial.slots, serial.draft), (1, 1, false));
         let both = loading_of("serve --context 9k --round-rows 1").unwrap_err();
         assert_eq!(both.0.len(), 2, "{both}");
         let release = loading(&arguments("info x"), &FLASH, memory(64 << 30)).unwrap_err().to_string();

@@ -32,7 +32,7 @@ const HELP: &str = "\
 /stats              figures of the last reply
 /bye                leaves; so does Ctrl-D
 \"\"\"                 opens and closes a text of several lines
-Ctrl-C stops a reply and keeps the conversation; at the prompt it leaves.
+Ctrl-C stops a reply and keeps the conversation; at the prompt it drops the line, and twice in a row it leaves.
 ";
 
 pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failure> {
@@ -176,12 +176,19 @@ impl Chat {
         let mut editor = rustyline::DefaultEditor::new()
             .map_err(|error| Failure::run_time(format!("the terminal can't be read: {error}")))?;
         eprintln!("/help lists the commands, /bye leaves");
+        let mut was_interrupted = false;
         loop {
             let text = match read_turn(&mut editor) {
                 Ok(text) => text,
+                Err(ReadlineError::Interrupted) if !was_interrupted => {
+                    was_interrupted = true;
+                    eprintln!("Ctrl-C again, Ctrl-D or /bye leaves");
+                    continue;
+                }
                 Err(ReadlineError::Eof | ReadlineError::Interrupted) => return Ok(()),
                 Err(error) => return Err(Failure::run_time(format!("the terminal can't be read: {error}"))),
             };
+            was_interrupted = false;
             if text.trim().is_empty() {
                 continue;
             }

@@ -16,6 +16,7 @@ use tokio::task::JoinHandle;
 use crate::arguments::{Arguments, Mistakes};
 use crate::failure::Failure;
 use crate::load::{self, Checked};
+use crate::logs::say;
 use crate::options::Environment;
 use crate::resolve::{self, show_bytes};
 
@@ -39,21 +40,24 @@ async fn serve(arguments: &Arguments, checked: Checked, address: SocketAddr) -> 
     let listener = listen(address).await?;
     let address = listener.local_addr()?;
     if !address.ip().is_loopback() && arguments.text("api-key").is_none() && arguments.list("api-key").is_none() {
-        eprintln!(
-            "warning: {address} is reachable from other machines without a key. --api-key asks for one, --host 127.0.0.1 keeps it here"
+        let text = format!(
+            "warning: {address} is reachable from other machines without a key. --api-key asks for one, --host \
+             127.0.0.1 keeps it here\n"
         );
+        say(arguments, &text);
     }
     let config = config(arguments, &checked, address);
-    eprint!("{}", plan_text(&checked));
+    say(arguments, &plan_text(&checked));
     let ready = format!("ready http://{address}{} {}", config.api_prefix, config.names[0]);
+    let people = arguments.clone();
     let say_ready = move || {
         // Nobody has to listen; a closed pipe doesn't end a server.
         let mut stdout = std::io::stdout().lock();
         let _ = writeln!(stdout, "{ready}").and_then(|()| stdout.flush());
-        eprintln!("{ready}");
+        say(&people, &format!("{ready}\n"));
     };
     let (asked, shutdown) = watch::channel(Shutdown::No);
-    tokio::spawn(signals(asked));
+    tokio::spawn(signals(asked, arguments.clone()));
     host(listener, config, arguments.clone(), checked, say_ready, shutdown).await
 }
 
@@ -95,13 +99,13 @@ fn engine(arguments: &Arguments, checked: &Checked) -> Result<(EngineHandle, std
 }
 
 /// Asks for a drain at the first SIGTERM or Ctrl-C, and for the end at the second.
-async fn signals(asked: watch::Sender<Shutdown>) {
+async fn signals(asked: watch::Sender<Shutdown>, arguments: Arguments) {
     let (Ok(mut terminate), Ok(mut interrupt)) = (signal(SignalKind::terminate()), signal(SignalKind::interrupt()))
     else {
         return;
     };
     tokio::select! { _ = terminate.recv() => {}, _ = interrupt.recv() => {} }
-    eprintln!("draining: running replies are finished, no new ones are taken; once more to stop at once");
+    say(&arguments, "draining: running replies are finished, no new ones are taken; once more to stop at once\n");
     asked.send_replace(Shutdown::Drain);
     tokio::select! { _ = terminate.recv() => {}, _ = interrupt.recv() => {} }
     asked.send_replace(Shutdown::Stop);
@@ -199,6 +203,7 @@ fn config(arguments: &Arguments, checked: &Checked, address: SocketAddr) -> Serv
         metrics,
         metrics_open: arguments.is_on("metrics-open"),
         memory_plan: crate::info::memory_plan(&checked.loading.plan).to_vec(),
+        info: crate::info::served(checked, arguments),
         memory_plan_total: checked.loading.plan.total_bytes(),
     }
 }

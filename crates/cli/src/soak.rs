@@ -7,6 +7,7 @@ use tf_bench::Record;
 use tf_bench::soak::{CONVERSATIONS, Plan};
 use tf_model::deepseek_v41::memory::MemoryPlan;
 use tf_model::deepseek_v41::pages::PAGE_POSITIONS;
+use tokio::signal::unix::{SignalKind, signal};
 
 use crate::arguments::{self, Arguments, Mistakes};
 use crate::bench::record;
@@ -52,9 +53,11 @@ pub fn run(arguments: &Arguments, located: &Located, environment: &Environment) 
     for words in [&mut words, &mut given] {
         words.extend(["--access-log=off", "--host=127.0.0.1"].map(str::to_owned));
     }
-    let is_own = |word: &&String| !["--parallel", "--prefix-cache", "--draft"].iter().any(|own| word.starts_with(own));
+    let is_own = |word: &&String| {
+        !["--parallel", "--prefix-cache", "--draft", "--threads"].iter().any(|own| word.starts_with(own))
+    };
     let mut solo_words: Vec<String> = given.iter().filter(is_own).cloned().collect();
-    solo_words.extend(["--parallel=1", "--prefix-cache=off", "--draft=off"].map(str::to_owned));
+    solo_words.extend(["--parallel=1", "--prefix-cache=off", "--draft=off", "--threads=1"].map(str::to_owned));
     let settings = [
         ("clients", clients.to_string()),
         ("minutes", minutes.to_string()),
@@ -74,6 +77,7 @@ pub fn run(arguments: &Arguments, located: &Located, environment: &Environment) 
         words,
         calm_words: given,
         solo_words,
+        solo_servers: checked.loading.options.threads,
         folder: folder.path.clone(),
         clients,
         time: Duration::from_secs_f64(60.0 * minutes),
@@ -83,10 +87,25 @@ pub fn run(arguments: &Arguments, located: &Located, environment: &Environment) 
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
     let say = |text: &str| eprintln!("soak: {text}");
-    runtime
-        .block_on(tf_bench::soak::run(&plan, &mut record, &say))
-        .map_err(|error| Failure::run_time(error.to_string()))?;
+    runtime.block_on(async {
+        tokio::select! {
+            ended = tf_bench::soak::run(&plan, &mut record, &say) => {
+                ended.map_err(|error| Failure::run_time(error.to_string()))
+            }
+            // The servers end with what is dropped here.
+            () = interrupted() => Err(Failure { code: 130, text: String::new() }),
+        }
+    })?;
     Ok(record)
+}
+
+/// Ready at the first SIGTERM or Ctrl-C.
+async fn interrupted() {
+    let (Ok(mut terminate), Ok(mut interrupt)) = (signal(SignalKind::terminate()), signal(SignalKind::interrupt()))
+    else {
+        return std::future::pending().await;
+    };
+    tokio::select! { _ = terminate.recv() => {}, _ = interrupt.recv() => {} }
 }
 
 /// The arguments of a `serve` with these words.

@@ -133,7 +133,7 @@ pub fn fail(state: &mut State, plan: &Plan, message: &str, now: Time) {
 /// Takes over the verdict on every window: tokens, statistics, endings.
 pub fn commit(state: &mut State, plan: &Plan, drawn: &Drawn, accepted: &[Accepted], now: Time) {
     let (prompt_rows, reply_rows) = plan.row_counts();
-    state.stats.rounds += 1;
+    state.stats.count_round(prompt_rows + reply_rows);
     state.stats.prompt_rows += prompt_rows as u64;
     state.stats.reply_rows += reply_rows as u64;
     if prompt_rows > 0 {

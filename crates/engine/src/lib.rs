@@ -36,4 +36,4 @@ pub use request::{
     CacheReason, CacheSource, CacheUse, DraftCounts, DraftSource, FinishReason, Finished, Position, ReplyStats,
     Request, RequestId, Sampling, StopReason, SubmitError,
 };
-pub use stats::EngineStats;
+pub use stats::{EngineStats, ROUND_ROW_BOUNDS};

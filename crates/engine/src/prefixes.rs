@@ -306,6 +306,9 @@ pub fn release<M: Model>(state: &mut State, model: &mut M, cache: &mut PrefixCac
         }
         model.release(released.slot);
     }
+    let pages = model.pages();
+    (state.stats.pages, state.stats.pages_free, state.stats.page_positions) =
+        (pages.total, pages.free, pages.positions);
     state.stats.prefixes = cache.len() as u64;
     state.stats.prefix_bytes = cache.bytes();
     state.stats.prefix_evictions = cache.evictions();

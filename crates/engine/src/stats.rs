@@ -6,10 +6,15 @@ use crate::clock::Time;
 use crate::disk::DiskStats;
 use crate::request::DraftCounts;
 
+/// Upper bounds of `EngineStats::round_rows`; its last count is of rounds with more.
+pub const ROUND_ROW_BOUNDS: [u32; 13] = [1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384];
+
 /// A copy of the engine's counters, taken after a round.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct EngineStats {
     pub rounds: u64,
+    /// Rounds by their rows: one count a bound, then those above all bounds.
+    pub round_rows: [u64; ROUND_ROW_BOUNDS.len() + 1],
     pub prompt_rows: u64,
     pub reply_rows: u64,
     pub reply_tokens: u64,
@@ -38,6 +43,10 @@ pub struct EngineStats {
     pub prefix_evictions: u64,
     /// The disk tier; all zero where there is none.
     pub disk: DiskStats,
+    /// Pages of the model's state, those that nothing holds, positions of one.
+    pub pages: u32,
+    pub pages_free: u32,
+    pub page_positions: u32,
     /// Times that a sequence waited a round for pages.
     pub page_waits: u64,
     pub queue_time: Duration,
@@ -53,4 +62,13 @@ pub struct EngineStats {
     /// Mean time between endings, for telling a refused client when to come again; zero when unknown.
     pub ending_interval: Duration,
     pub last_ending: Option<Time>,
+}
+
+impl EngineStats {
+    /// Counts a round of `rows` rows.
+    pub fn count_round(&mut self, rows: usize) {
+        self.rounds += 1;
+        let place = ROUND_ROW_BOUNDS.iter().position(|bound| rows <= *bound as usize);
+        self.round_rows[place.unwrap_or(ROUND_ROW_BOUNDS.len())] += 1;
+    }
 }

@@ -111,6 +111,8 @@ pub struct ServerConfig {
     pub metrics_open: bool,
     /// Planned bytes by part, what stays mapped included.
     pub memory_plan: Vec<(&'static str, u64)>,
+    /// What `/server_info` says about machine, build, model and options; nothing secret in it.
+    pub info: serde_json::Value,
     /// What the process may take beside its own code, what stays mapped excluded.
     pub memory_plan_total: u64,
 }

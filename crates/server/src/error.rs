@@ -112,6 +112,13 @@ impl ApiError {
         ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, INVALID, "unsupported_media_type", message)
     }
 
+    pub fn unsupported_encoding(found: &str) -> Self {
+        let message = format!(
+            "Content-Encoding {found:?} can't be read. Send the body as it is, or with Content-Encoding: gzip."
+        );
+        ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, INVALID, "unsupported_media_type", message)
+    }
+
     pub fn loading() -> Self {
         let message = "The model is still being loaded. Send the request again in a moment; GET /ready says when.";
         let error = ApiError::new(StatusCode::SERVICE_UNAVAILABLE, SERVER, "model_loading", message);

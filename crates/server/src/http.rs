@@ -2,6 +2,7 @@
 
 use std::future::Future;
 use std::io;
+use std::sync::atomic::AtomicU32;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -18,13 +19,16 @@ use tokio::sync::watch;
 use tower_http::decompression::RequestDecompressionLayer;
 
 use crate::config::ServerConfig;
+use crate::connections::{self, Peer};
 use crate::error::ApiError;
-use crate::health::{self, Condition};
+use crate::health::{self, Condition, Rates};
 use crate::ids;
+use crate::info;
 use crate::memory;
 use crate::metrics::{self, Metrics, MetricsNames};
 use crate::openai::sampling::Rules;
 use crate::openai::{chat, completions, models, tokens};
+use crate::openapi;
 use crate::routes::Route;
 
 /// How long replies that have ended may still take to reach their clients.
@@ -38,13 +42,17 @@ pub struct Server {
     pub config: Arc<ServerConfig>,
     pub engine: EngineHandle,
     pub metrics: Arc<Metrics>,
-    started: Instant,
+    pub rates: Rates,
+    /// Connections that are open now.
+    pub connections: Arc<AtomicU32>,
+    pub started: Instant,
 }
 
 /// What every request sees from the first moment.
 struct Edge {
     config: Arc<ServerConfig>,
     metrics: Arc<Metrics>,
+    connections: Arc<AtomicU32>,
     server: OnceLock<Arc<Server>>,
 }
 
@@ -87,28 +95,34 @@ pub async fn serve<E: From<io::Error>>(
     let drain_timeout = config.shutdown_timeout;
     let started = Instant::now();
     let (config, metrics) = (Arc::new(config), Arc::new(Metrics::default()));
-    let edge = Arc::new(Edge { config, metrics, server: OnceLock::new() });
+    let connections = Arc::new(AtomicU32::new(0));
+    let edge = Arc::new(Edge { config, metrics, connections: connections.clone(), server: OnceLock::new() });
     let decompression = RequestDecompressionLayer::new().pass_through_unaccepted(true);
     let app = Router::new().fallback(handle).layer(decompression).with_state(edge.clone());
-    let (close, closed) = tokio::sync::oneshot::channel::<()>();
+    let (close, closed) = watch::channel(false);
     // While it drains the server still answers, so that clients hear why they are refused.
-    let serving = axum::serve(listener, app).with_graceful_shutdown(async move {
-        let _ = closed.await;
-    });
-    let serving = tokio::spawn(async move { serving.await });
+    let serving = tokio::spawn(connections::serve(listener, app, connections, closed));
     let loaded = tokio::select! {
         loaded = load => Some(loaded?),
         () = asked(&mut shutdown) => None,
     };
     if let Some(engine) = loaded {
-        let server =
-            Server { config: edge.config.clone(), engine: engine.clone(), metrics: edge.metrics.clone(), started };
-        edge.server.get_or_init(|| Arc::new(server));
+        let server = Arc::new(Server {
+            config: edge.config.clone(),
+            engine: engine.clone(),
+            metrics: edge.metrics.clone(),
+            rates: Rates::default(),
+            connections: edge.connections.clone(),
+            started,
+        });
+        let rates = tokio::spawn(health::watch(server.clone()));
+        edge.server.get_or_init(|| server);
         on_ready();
         asked(&mut shutdown).await;
         drain(&engine, drain_timeout, &shutdown).await;
+        rates.abort();
     }
-    let _ = close.send(());
+    let _ = close.send(true);
     match tokio::time::timeout(FLUSH_TIMEOUT, serving).await {
         Ok(Ok(result)) => Ok(result?),
         Ok(Err(error)) => Err(io::Error::other(error).into()),
@@ -200,6 +214,7 @@ async fn answer(edge: &Arc<Edge>, request: Request) -> Result<Response, ApiError
         Route::Root => json_response(&json!({"name": "tensorfold", "version": config.identity.version})),
         Route::Version => json_response(&json!({"version": config.identity.version, "commit": config.identity.commit})),
         Route::Metrics => metrics_response(edge)?,
+        Route::OpenApi => json_response(&openapi::document(config)),
         route => match edge.server.get() {
             Some(server) => answer_loaded(server, route, request, has_key).await?,
             None => too_early(&route)?,
@@ -219,7 +234,9 @@ fn too_early(route: &Route) -> Result<Response, ApiError> {
 
 fn metrics_response(edge: &Edge) -> Result<Response, ApiError> {
     if edge.config.metrics == MetricsNames::Off {
-        return Err(ApiError::unsupported_route("Figures are off; start the server with --metrics to have them here."));
+        return Err(ApiError::unsupported_route(
+            "Figures are off; start the server with --metrics on to have them here.",
+        ));
     }
     let server = edge.server.get();
     let condition = server.map_or(Condition::Loading, |server| Condition::of(&server.engine, server.config.watchdog));
@@ -252,7 +269,12 @@ async fn answer_loaded(
             json_response(&answered.await.map_err(|error| ApiError::internal(&error.to_string()))??)
         }
         Route::Health => match Condition::of(&server.engine, config.watchdog) {
-            Condition::Ok => json_response(&health::report(config, &server.engine, server.started.elapsed(), has_key)),
+            Condition::Ok => {
+                if has_key && resets_peak(request.uri().query()) {
+                    memory::reset_peak();
+                }
+                json_response(&health::report(server, has_key))
+            }
             condition => refusal(condition),
         },
         Route::Ready | Route::Ping => match readiness(server) {
@@ -263,20 +285,34 @@ async fn answer_loaded(
         },
         Route::Models => json_response(&models::list(config, context, vocab_size)),
         Route::Model(id) => json_response(&models::one(config, &id, context, vocab_size)?),
+        Route::ServerInfo => json_response(&info::report(server)),
         Route::Chat => {
             check_accepting(server)?;
+            let peer = peer_of(&request);
             let body = read_body(config, request).await?;
-            chat::answer(server.clone(), body).await?
+            chat::answer(server.clone(), body, peer).await?
         }
         Route::Completions => {
             check_accepting(server)?;
+            let peer = peer_of(&request);
             let body = read_body(config, request).await?;
-            completions::answer(server.clone(), body).await?
+            completions::answer(server.clone(), body, peer).await?
         }
         // Answered before the model is asked for.
-        Route::Root | Route::Version | Route::Metrics => return Err(ApiError::internal("a route has two answers")),
+        Route::Root | Route::Version | Route::Metrics | Route::OpenApi => {
+            return Err(ApiError::internal("a route has two answers"));
+        }
         Route::Unsupported(reason) => return Err(ApiError::unsupported_route(reason)),
     })
+}
+
+/// The request's connection; one of its own where the request came another way.
+fn peer_of(request: &Request) -> Peer {
+    request.extensions().get::<Peer>().cloned().unwrap_or_default()
+}
+
+fn resets_peak(query: Option<&str>) -> bool {
+    query.is_some_and(|query| query.split('&').any(|pair| pair == "reset_peak=1" || pair == "reset_peak=true"))
 }
 
 /// A whole reply.
@@ -336,7 +372,7 @@ async fn read_body(config: &ServerConfig, request: Request) -> Result<Json, ApiE
     }
     // What the layer below could read is decoded and has lost this header.
     if let Some(encoding) = headers.get(header::CONTENT_ENCODING).filter(|&encoding| encoding != "identity") {
-        return Err(ApiError::unsupported_media_type(encoding.to_str().unwrap_or_default()));
+        return Err(ApiError::unsupported_encoding(encoding.to_str().unwrap_or_default()));
     }
     let limit = config.max_body_bytes;
     let announced = headers.get(header::CONTENT_LENGTH).and_then(|length| length.to_str().ok()?.parse::<u64>().ok());

@@ -4,14 +4,17 @@
 //! steps. Knows no device and no weight, and draws nothing: whatever could change a token happens behind the handle.
 
 pub mod config;
+pub mod connections;
 pub mod error;
 pub mod generate;
 pub mod health;
 pub mod http;
 mod ids;
+mod info;
 mod memory;
 pub mod metrics;
 pub mod openai;
+mod openapi;
 pub mod routes;
 pub mod session;
 

@@ -10,7 +10,9 @@ use std::time::Duration;
 
 use tf_engine::disk::{DiskStats, Refusal};
 use tf_engine::limits::DRAFTS_MAX;
-use tf_engine::{DraftCounts, DraftSource, EngineHandle, EngineStats, FinishReason, Lifecycle, ReplyStats};
+use tf_engine::{
+    DraftCounts, DraftSource, EngineHandle, EngineStats, FinishReason, Lifecycle, ROUND_ROW_BOUNDS, ReplyStats,
+};
 
 use crate::config::ServerConfig;
 
@@ -199,10 +201,10 @@ impl Page {
         let _ = writeln!(self.text, "}} {value}");
     }
 
-    fn histogram(&mut self, name: &str, help: &str, bounds: &[f64], histogram: &Histogram) {
-        let prefixes: &[&str] = if self.with_twins { &["tensorfold", "vllm"] } else { &["tensorfold"] };
-        for prefix in prefixes {
-            let name = format!("{prefix}:{name}");
+    /// Under its own name, and under vLLM's.
+    fn histogram(&mut self, name: &str, twin: &str, help: &str, bounds: &[f64], histogram: &Histogram) {
+        let own = format!("tensorfold:{name}");
+        for name in std::iter::once(own).chain(self.with_twins.then(|| format!("vllm:{twin}"))) {
             self.head(&name, "histogram", help);
             let mut below = 0;
             for (index, bound) in bounds.iter().enumerate() {
@@ -251,6 +253,10 @@ pub fn page(config: &ServerConfig, engine: Option<&EngineHandle>, metrics: &Metr
     if let Some(process) = crate::memory::Process::own() {
         let resident = process.resident_bytes as f64;
         page.figure("process_resident_bytes", "", "gauge", "Memory of the process.", &[(&[], resident)]);
+        if let Some(own) = process.anonymous_bytes {
+            let labels: &[(&str, &str)] = &[("device", &identity.backend), ("part", "process")];
+            page.figure("memory_bytes", "", "gauge", "Memory that no file backs.", &[(labels, own as f64)]);
+        }
     }
     for &(part, bytes) in &config.memory_plan {
         let labels: &[(&str, &str)] = &[("device", &identity.backend), ("part", part)];
@@ -263,7 +269,7 @@ pub fn page(config: &ServerConfig, engine: Option<&EngineHandle>, metrics: &Metr
 }
 
 /// Name, vLLM's name, type, help and value of each counter of the engine.
-fn engine_table(stats: &EngineStats) -> [(&'static str, &'static str, &'static str, &'static str, f64); 17] {
+fn engine_table(stats: &EngineStats) -> [(&'static str, &'static str, &'static str, &'static str, f64); 18] {
     let running = f64::from(stats.prefilling + stats.decoding);
     let count = |value: u64| value as f64;
     [
@@ -317,6 +323,13 @@ fn engine_table(stats: &EngineStats) -> [(&'static str, &'static str, &'static s
         ("prefix_cache_bytes", "", "gauge", "What kept prefixes take.", count(stats.prefix_bytes)),
         ("prefix_cache_evictions_total", "", "counter", "Prefixes that were let go.", count(stats.prefix_evictions)),
         ("page_waits_total", "", "counter", "Rounds that a sequence waited for pages.", count(stats.page_waits)),
+        (
+            "preemptions_total",
+            "num_preemptions_total",
+            "counter",
+            "Times that a running sequence made way for older ones.",
+            count(stats.page_waits),
+        ),
         ("rounds_total", "", "counter", "Rounds.", count(stats.rounds)),
         ("draft_failures_total", "", "counter", "Calls of the drafter that failed.", count(stats.draft_failures)),
         ("forward_failures_total", "", "counter", "Rounds that failed.", count(stats.forward_failures)),
@@ -363,6 +376,14 @@ fn engine_figures(page: &mut Page, stats: &EngineStats, engine: &EngineHandle) {
     );
     draft_sources(page, stats, &positions);
     disk_figures(page, &stats.disk);
+    page.histogram(
+        "round_rows",
+        "iteration_tokens_total",
+        "Rows of a round.",
+        &ROUND_ROW_BOUNDS.map(f64::from),
+        &Histogram { counts: stats.round_rows.to_vec(), sum: (stats.prompt_rows + stats.reply_rows) as f64 },
+    );
+    page_figures(page, stats, engine);
     if let Some(last_round) = stats.last_round {
         let age = engine.now().since(last_round).as_secs_f64();
         page.figure("last_step_age_seconds", "", "gauge", "Since the last round ended.", &[(&[], age)]);
@@ -392,6 +413,26 @@ fn draft_sources(page: &mut Page, stats: &EngineStats, positions: &[String]) {
     }
 }
 
+/// Pages are known once a round has run.
+fn page_figures(page: &mut Page, stats: &EngineStats, engine: &EngineHandle) {
+    if stats.pages == 0 {
+        return;
+    }
+    let used = f64::from(stats.pages - stats.pages_free) / f64::from(stats.pages);
+    page.figure("kv_cache_usage_ratio", "kv_cache_usage_perc", "gauge", "Share of the pages in use.", &[(&[], used)]);
+    let limits = engine.limits();
+    let (size, count, bytes) =
+        (stats.page_positions.to_string(), stats.pages.to_string(), limits.prefix_cache_bytes.to_string());
+    let is_kept = if limits.prefix_cache_bytes > 0 { "True" } else { "False" };
+    let labels: &[(&str, &str)] = &[
+        ("block_size", &size),
+        ("num_gpu_blocks", &count),
+        ("enable_prefix_caching", is_kept),
+        ("prefix_cache_bytes", &bytes),
+    ];
+    page.figure("cache_config_info", "cache_config_info", "gauge", "Pages and kept prefixes.", &[(labels, 1.0)]);
+}
+
 fn reply_figures(page: &mut Page, counts: &Counts) {
     page.head("tensorfold:requests_total", "counter", "Answered requests.");
     for ((route, status, key), count) in &counts.requests {
@@ -416,7 +457,7 @@ fn reply_figures(page: &mut Page, counts: &Counts) {
         page.figure(name, twin, "counter", help, &[(&[], value as f64)]);
     }
     for ((_, name, help, bounds), histogram) in HISTOGRAMS.iter().zip(&counts.histograms) {
-        page.histogram(name, help, bounds, histogram);
+        page.histogram(name, name, help, bounds, histogram);
     }
 }
 
@@ -434,7 +475,7 @@ mod tests {
             }
             let index = HISTOGRAMS.iter().position(|(other, ..)| *other == series).unwrap();
             let mut page = Page { text: String::new(), model: "m".into(), with_twins: false };
-            page.histogram(name, "", bounds, &counts.histograms[index]);
+            page.histogram(name, name, "", bounds, &counts.histograms[index]);
             let line = |bound: &str| format!("tensorfold:{name}_bucket{{model_name=\"m\",le=\"{bound}\"}}");
             for (bound, count) in [(bounds[0].to_string(), 1), (bounds[1].to_string(), 2), ("+Inf".to_owned(), 3)] {
                 assert!(page.text.contains(&format!("{} {count}\n", line(&bound))), "{}", page.text);

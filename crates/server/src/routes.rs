@@ -18,6 +18,8 @@ pub enum Route {
     TokenizerInfo,
     Memory,
     Metrics,
+    ServerInfo,
+    OpenApi,
     /// Known and not there: the reason.
     Unsupported(&'static str),
 }
@@ -40,8 +42,6 @@ const UNSUPPORTED: &[(&str, &str)] = &[
     ("/responses/*", LATER),
     ("/messages", LATER),
     ("/messages/*", LATER),
-    ("/server_info", LATER),
-    ("/openapi.json", LATER),
     ("/decisions", LATER),
     ("/batches*", LATER),
     ("/files*", LATER),
@@ -69,6 +69,8 @@ impl Route {
             "/ready" if !is_short => Route::Ready,
             "/ping" if !is_short => Route::Ping,
             "/version" if !is_short => Route::Version,
+            "/server_info" if !is_short => Route::ServerInfo,
+            "/openapi.json" if !is_short => Route::OpenApi,
             "/models" => Route::Models,
             "/chat/completions" => Route::Chat,
             "/completions" => Route::Completions,
@@ -79,7 +81,7 @@ impl Route {
             "/memory" => Route::Memory,
             "/metrics" => Route::Metrics,
             _ => match short.strip_prefix("/models/") {
-                Some(id) => Route::Model(id.to_string()),
+                Some(id) => Route::Model(percent_decoded(id)),
                 None => Route::Unsupported(Self::unsupported(short)?),
             },
         })
@@ -107,12 +109,35 @@ impl Route {
             | Route::TokenizerInfo
             | Route::Memory
             | Route::Metrics
+            | Route::ServerInfo
+            | Route::OpenApi
             | Route::Models
             | Route::Model(_) => "GET, HEAD, OPTIONS",
             // The answer is the same for all.
             Route::Unsupported(_) => "",
         }
     }
+
+    /// All labels of what is served.
+    #[cfg(test)]
+    pub const LABELS: [&'static str; 16] = [
+        "/",
+        "/health",
+        "/ready",
+        "/ping",
+        "/version",
+        "/v1/models",
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/tokenize",
+        "/detokenize",
+        "/apply-template",
+        "/tokenizer_info",
+        "/memory",
+        "/metrics",
+        "/server_info",
+        "/openapi.json",
+    ];
 
     /// The path as figures are labelled with it: as few as there are routes, whatever is asked for.
     pub fn label(&self) -> &'static str {
@@ -131,6 +156,8 @@ impl Route {
             Route::TokenizerInfo => "/tokenizer_info",
             Route::Memory => "/memory",
             Route::Metrics => "/metrics",
+            Route::ServerInfo => "/server_info",
+            Route::OpenApi => "/openapi.json",
             Route::Unsupported(_) => "unsupported",
         }
     }
@@ -139,6 +166,19 @@ impl Route {
     pub fn is_open(&self) -> bool {
         matches!(self, Route::Root | Route::Health | Route::Ready | Route::Ping)
     }
+}
+
+/// A path's text with `%2F` and the like read; what is no such code, or no UTF-8 then, stays as it is.
+fn percent_decoded(text: &str) -> String {
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.as_bytes();
+    while let Some((&byte, after)) = rest.split_first() {
+        let code = (byte == b'%').then(|| after.get(..2)).flatten();
+        let code = code.and_then(|digits| u8::from_str_radix(std::str::from_utf8(digits).ok()?, 16).ok());
+        bytes.push(code.unwrap_or(byte));
+        rest = if code.is_some() { &after[2..] } else { after };
+    }
+    String::from_utf8(bytes).unwrap_or_else(|_| text.to_owned())
 }
 
 #[cfg(test)]
@@ -156,6 +196,10 @@ mod tests {
             ("/v1/models", Some(Route::Models)),
             ("/models/", Some(Route::Models)),
             ("/v1/models/org/name", Some(Route::Model("org/name".to_string()))),
+            ("/v1/models/org%2Fname", Some(Route::Model("org/name".to_string()))),
+            ("/v1/models/50%25%zz%", Some(Route::Model("50%%zz%".to_string()))),
+            ("/server_info", Some(Route::ServerInfo)),
+            ("/openapi.json", Some(Route::OpenApi)),
             ("/v1/chat/completions", Some(Route::Chat)),
             ("/chat/completions", Some(Route::Chat)),
             ("/v1/completions/", Some(Route::Completions)),

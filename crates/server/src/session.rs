@@ -13,6 +13,7 @@ use futures_util::stream::unfold;
 use serde_json::{Map, Value};
 use tokio::time::Instant;
 
+use crate::connections::Peer;
 use crate::error::ApiError;
 use crate::generate::{Choice, Step, failure, next_step};
 use crate::http::Server;
@@ -40,7 +41,11 @@ pub struct Session<S> {
     pub extra: Map<String, Value>,
     pub include_usage: bool,
     pub continuous_usage: bool,
+    pub peer: Peer,
 }
+
+/// Longest silence towards a client of whom only a write tells whether it is there.
+const SILENCE_UNSURE: Duration = Duration::from_millis(100);
 
 impl<S: Shape> Session<S> {
     /// Waits for all replies.
@@ -140,10 +145,15 @@ impl<S: Shape> Stream<S> {
             if self.is_over {
                 return None;
             }
+            let is_unsure = self.session.peer.is_half_closed();
+            let due = self.last_sent + if is_unsure { SILENCE_UNSURE.min(self.ping) } else { self.ping };
+            // A client may close its side meanwhile.
+            let look = due.min(Instant::now() + SILENCE_UNSURE);
             let step = next_step(&mut self.session.choices, &self.session.server.config.tokenizer);
-            match tokio::time::timeout_at(self.last_sent + self.ping, step).await {
+            match tokio::time::timeout_at(look, step).await {
                 Ok(Some(step)) => self.step(&step),
                 Ok(None) => self.close(),
+                Err(_) if Instant::now() < due => {}
                 Err(_) => self.queue.push_back(Bytes::from_static(b": keep-alive\n\n")),
             }
         }

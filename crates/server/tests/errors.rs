@@ -135,18 +135,21 @@ async fn routes_methods_media_and_sizes() {
     let json = [("content-type", "application/json")];
     let long = vec![b' '; 2000];
     type Case<'a> = (&'a str, &'a str, &'a [(&'a str, &'a str)], &'a [u8], u16, &'a str);
-    let cases: [Case<'_>; 18] = [
+    let encoded = [("content-type", "application/json"), ("content-encoding", "br")];
+    let cases: [Case<'_>; 20] = [
         ("GET", "/nonsense", &[], b"", 404, "unknown_route"),
         ("POST", "/v1/embeddings", &json, b"{}", 404, "unsupported_route"),
         ("POST", "/v1/responses", &json, b"{}", 404, "unsupported_route"),
         ("POST", "/v1/messages?beta=true", &json, b"{}", 404, "unsupported_route"),
-        ("GET", "/server_info", &[], b"", 404, "unsupported_route"),
+        ("GET", "/v1/decisions", &[], b"", 404, "unsupported_route"),
         ("GET", "/tokenize", &[], b"", 405, "method_not_allowed"),
         ("POST", "/metrics", &json, b"{}", 405, "method_not_allowed"),
         ("POST", "/api/chat", &json, b"{}", 404, "unsupported_route"),
         ("GET", "/v1/chat/completions", &[], b"", 405, "method_not_allowed"),
         ("POST", "/v1/models", &json, b"{}", 405, "method_not_allowed"),
         ("GET", "/v1/models/nobody/knows", &[], b"", 404, "model_not_found"),
+        ("GET", "/v1/models/nobody%2Fknows", &[], b"", 404, "model_not_found"),
+        ("POST", "/v1/chat/completions", &encoded, b"{}", 415, "unsupported_media_type"),
         ("POST", "/v1/chat/completions", &[("content-type", "text/plain")], b"{}", 415, "unsupported_media_type"),
         ("POST", "/v1/chat/completions", &json, b"{\"a\": ", 400, "invalid_json"),
         ("POST", "/v1/chat/completions", &json, b"\xff", 400, "invalid_json"),
@@ -165,6 +168,10 @@ async fn routes_methods_media_and_sizes() {
             assert!(answer.header("allow").is_some(), "{path} doesn't say what it takes");
         }
     }
+    let named = server.get("/v1/models/nobody%2Fknows").await.json()["error"]["message"].to_string();
+    assert!(named.contains("nobody/knows"), "{named}");
+    let encoded = server.call("POST", "/tokenize", &encoded, b"{}").await.json()["error"]["message"].to_string();
+    assert!(encoded.contains("Content-Encoding") && encoded.contains("gzip"), "{encoded}");
     server.stop().await;
 }
 

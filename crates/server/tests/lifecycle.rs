@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use common::{Setup, parse_answer, read_answer, start, start_loading};
 use serde_json::json;
-use tokio::io::AsyncReadExt;
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 /// A reply that would take hours.
 fn endless(stream: bool) -> serde_json::Value {
@@ -49,6 +49,44 @@ async fn a_client_that_goes_away_while_it_waits_leaves_the_queue() {
         server.until("an empty queue", |stats| stats.waiting == 0).await;
     }
     drop(running);
+    server.stop().await;
+}
+
+/// What stands behind interim answers, which a client skips.
+fn final_answer(bytes: &[u8]) -> &[u8] {
+    let interim = b"HTTP/1.1 100 Continue\r\n\r\n";
+    let mut rest = bytes;
+    while let Some(after) = rest.strip_prefix(interim) {
+        rest = after;
+    }
+    rest
+}
+
+#[tokio::test]
+async fn a_client_that_only_stops_sending_gets_its_reply() {
+    let server = start(Setup::default()).await;
+    for stream in [false, true] {
+        server.gate.close();
+        let body = json!({"prompt": "go", "max_tokens": 30, "ignore_eos": true, "stream": stream});
+        let mut open = server.post_open("/v1/completions", &body).await;
+        open.shutdown().await.expect("an open connection");
+        server.until("a round under way", |stats| stats.round_since.is_some()).await;
+        // Long enough to be asked whether it is there.
+        tokio::time::sleep(Duration::from_millis(300)).await;
+        assert_eq!(server.engine.stats().broken_off, 0, "the request was dropped");
+        server.gate.open();
+        let mut bytes = Vec::new();
+        open.read_to_end(&mut bytes).await.expect("the reply");
+        let answer = parse_answer(final_answer(&bytes));
+        assert_eq!(answer.status, 200);
+        match stream {
+            true => assert_eq!(answer.events().last().map(String::as_str), Some("[DONE]")),
+            false => assert_eq!(answer.json()["choices"][0]["finish_reason"], "length"),
+        }
+    }
+    let mut open = server.send("GET", "/v1/models", &[], b"").await;
+    open.shutdown().await.expect("an open connection");
+    assert_eq!(read_answer(open).await.status, 200);
     server.stop().await;
 }
 

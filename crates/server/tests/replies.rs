@@ -209,6 +209,22 @@ async fn reasoning_content_and_calls_come_apart() {
 }
 
 #[tokio::test]
+async fn no_call_comes_where_none_is_wanted() {
+    let call = "Here:\n\n<｜DSML｜ calls>\n<｜DSML｜ invoke name=\"weather\">\n</｜DSML｜ invoke>\n</｜DSML｜ calls>";
+    let server = start(Setup::scripted(&[call, call])).await;
+    let tools = json!([{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]);
+    let body =
+        chat(json!({"tools": tools, "tool_choice": "none", "thinking": {"type": "disabled"}, "max_tokens": 400}));
+    let whole = assert_stream_is_whole(&server, "/v1/chat/completions", &body).await;
+    let choice = &whole["choices"][0];
+    assert!(choice["message"].get("tool_calls").is_none(), "{choice}");
+    assert_eq!(choice["finish_reason"], "stop");
+    let content = choice["message"]["content"].as_str().expect("text");
+    assert!(content.starts_with("Here:") && !content.contains('｜'), "{content}");
+    server.stop().await;
+}
+
+#[tokio::test]
 async fn drafted_is_undrafted_by_token_sha() {
     let server = start(Setup::default()).await;
     let (mut accepted, mut rejected) = (0, 0);
@@ -430,6 +446,15 @@ async fn models_health_and_the_root() {
         (&health["status"], &health["completion_tokens_total"], &health["requests_total"]),
         (&json!("ok"), &json!(5), &json!(1))
     );
+    let live = &health["live"];
+    assert!(live["decode_tokens_per_second"].is_number() && live["prefill_tokens_per_second"].is_number(), "{live}");
+    assert!(live["connections"].as_u64() >= Some(1), "{live}");
+    let info = server.get("/server_info").await.json();
+    assert_eq!((&info["build"]["version"], &info["names"][1]), (&json!("test"), &json!("alias")));
+    assert_eq!(info["limits"]["context_length"], models["data"][0]["max_model_len"]);
+    let document = server.get("/openapi.json").await.json();
+    assert_eq!(document["openapi"], "3.1.0");
+    assert!(document["paths"]["/v1/chat/completions"]["post"]["requestBody"].is_object());
     for path in ["/", "/ready", "/ping", "/live", "/version"] {
         assert_eq!(server.get(path).await.status, 200, "{path}");
         let head = server.call("HEAD", path, &[], b"").await;

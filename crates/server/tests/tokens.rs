@@ -129,6 +129,15 @@ async fn figures_count_what_happened() {
         (format!("model_ready{{{model}}}"), 1.0),
         (format!("lifecycle_state{{{model},state=\"ready\"}}"), 1.0),
         (format!("requests_running{{{model}}}"), 0.0),
+        (format!("preemptions_total{{{model}}}"), 0.0),
+        (
+            format!(
+                "cache_config_info{{{model},block_size=\"4\",num_gpu_blocks=\"{}\",enable_prefix_caching=\"False\",\
+                 prefix_cache_bytes=\"0\"}}",
+                server.engine.stats().pages
+            ),
+            1.0,
+        ),
     ];
     for (name, value) in cases {
         assert_eq!(figure(&page, &format!("tensorfold:{name}")), Some(value), "{name}\n{page}");
@@ -137,6 +146,14 @@ async fn figures_count_what_happened() {
     assert!(tokens > 33.0, "{tokens}");
     assert_eq!(figure(&page, &format!("vllm:generation_tokens_total{{{model}}}")), Some(tokens));
     assert_eq!(figure(&page, &format!("vllm:num_requests_running{{{model}}}")), Some(0.0));
+    let rounds = figure(&page, &format!("tensorfold:rounds_total{{{model}}}"));
+    assert_eq!(figure(&page, &format!("tensorfold:round_rows_count{{{model}}}")), rounds);
+    assert_eq!(figure(&page, &format!("vllm:iteration_tokens_total_count{{{model}}}")), rounds);
+    let stats = server.engine.stats();
+    let rows = figure(&page, &format!("tensorfold:round_rows_sum{{{model}}}"));
+    assert_eq!(rows, Some((stats.prompt_rows + stats.reply_rows) as f64));
+    let used = figure(&page, &format!("vllm:kv_cache_usage_perc{{{model}}}"));
+    assert!(used.is_some_and(|used| (0.0..=1.0).contains(&used)), "{used:?}");
     // Every line is a comment or a figure, and every figure has a head.
     for line in page.lines().filter(|line| !line.starts_with('#')) {
         let name = line.split(['{', ' ']).next().expect("a name");
@@ -187,10 +204,22 @@ async fn memory_says_what_was_planned_and_what_is_used() {
     let server = start(Setup::default()).await;
     let memory = server.get("/v1/memory").await.json();
     assert_eq!(memory["schema_version"], 1);
-    assert_eq!(memory["plan"], json!({"weights": 1000, "slots": 24}));
+    assert_eq!(memory["plan"], json!({"weights": 1000, "kv": 24}));
+    assert_eq!(memory["plan_bytes"], 1024);
     if cfg!(target_os = "linux") {
         let bytes = |key: &str| memory["process"][key].as_u64().expect("bytes");
         assert!(bytes("resident_bytes") > 1 << 20 && bytes("peak_bytes") >= bytes("resident_bytes") / 2);
+        assert!(bytes("anonymous_bytes") <= bytes("resident_bytes") + (16 << 20));
+        let peak = || async { server.get("/memory").await.json()["process"]["peak_bytes"].as_u64().expect("bytes") };
+        let grown = vec![1u8; 64 << 20];
+        let high = peak().await;
+        drop(grown);
+        assert_eq!(server.get("/health?reset_peak=0").await.status, 200);
+        // The system counts pages in batches.
+        let slack = 8 << 20;
+        assert!(peak().await + slack >= high, "a peak fell by itself");
+        assert_eq!(server.get("/health?reset_peak=1").await.status, 200);
+        assert!(peak().await + slack < high, "the peak was not reset");
     }
     server.stop().await;
 }

@@ -152,7 +152,9 @@ impl<'a> Field<'a> {
 
     /// A whole number inside `range`, written without a fraction.
     pub fn integer(&self, range: RangeInclusive<i128>) -> Result<i128, BodyError> {
-        let expected = if *range.end() >= i64::MAX.into() {
+        let expected = if *range.end() >= i64::MAX.into() && *range.start() <= i64::MIN.into() {
+            "an integer of 64 bits".to_owned()
+        } else if *range.end() >= i64::MAX.into() {
             format!("an integer of at least {}", range.start())
         } else {
             format!("an integer from {} to {}", range.start(), range.end())
@@ -214,6 +216,8 @@ mod tests {
         assert_eq!(code(get("f").integer(0..=9)), Err((Code::InvalidType, Some("f".into()))));
         assert_eq!(code(get("n").integer(6..=9)), Err((Code::InvalidValue, Some("n".into()))));
         assert_eq!(code(get("huge").number(0.0..=9.0)), Err((Code::InvalidValue, Some("huge".into()))));
+        let error = get("huge").integer(i64::MIN.into()..=u64::MAX.into()).unwrap_err();
+        assert!(error.message.contains("an integer of 64 bits"), "{}", error.message);
         let items = get("list").array().expect("a list");
         let item = items[0].object().expect("an object");
         assert_eq!(code(item.required("z").map(|_| ())), Err((Code::MissingField, Some("list[0].z".into()))));

@@ -132,6 +132,8 @@ pub struct ReplyOptions {
     pub start: ParseStart,
     /// `false` for routes where text is text: everything is content.
     pub parse: bool,
+    /// `false` where no call is wanted: the marker of calls is dropped and what stands around it is text.
+    pub calls: bool,
     pub stops: Vec<String>,
     /// Shows the stop string too.
     pub include_stop: bool,
@@ -145,6 +147,7 @@ impl ReplyOptions {
         ReplyOptions {
             start,
             parse: true,
+            calls: true,
             stops: Vec::new(),
             include_stop: false,
             ignore_end: false,
@@ -160,6 +163,7 @@ pub struct ReplyStream {
     parser: Parser,
     output: Output,
     ignore_end: bool,
+    reads_calls: bool,
     token_count: u32,
     /// Number of tokens when the end token came.
     ended_at: Option<u32>,
@@ -172,6 +176,7 @@ impl ReplyStream {
             parser: Parser::new(options.start, options.parse),
             output: Output::new(&options),
             ignore_end: options.ignore_end,
+            reads_calls: options.calls,
             token_count: 0,
             ended_at: None,
         }
@@ -192,6 +197,7 @@ impl ReplyStream {
                     self.ended_at = Some(self.token_count).filter(|_| self.output.stopped.is_none());
                 }
             }
+            Some(Marker::Dsml) if !self.reads_calls => self.input.interrupt(span, &mut symbols),
             Some(marker @ (Marker::ThinkStart | Marker::ThinkEnd | Marker::Dsml)) => {
                 self.input.interrupt(span, &mut symbols);
                 symbols.push(Symbol { piece: Piece::Marker(marker), span });

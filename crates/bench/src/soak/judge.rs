@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use serde_json::Value;
+use futures_util::future::join_all;
 
 use super::ask::{End, Heard, Outage, STUCK_AFTER, ask};
 use super::traffic::Wanted;
@@ -137,37 +137,64 @@ impl Tally {
     }
 }
 
-/// Asks each request alone and compares all that was heard about it.
-pub async fn compare(client: &Client, all: &[Asked], say: &dyn Fn(&str)) -> Vec<Check> {
-    let mut whole = Check::new("equal to the cold reply alone");
-    let mut after = Check::new("of these after the restart");
-    let mut cut = Check::new("cut replies begin the reply alone");
+/// Asks each request alone, each of the servers one at a time, and compares all that was heard about it.
+pub async fn compare(clients: &[Client], all: &[Asked], say: &dyn Fn(&str)) -> Vec<Check> {
+    let mut checks = Checks::new();
     let (start, outage) = (Instant::now(), Outage::default());
     let mut said = Instant::now();
-    for (index, asked) in all.iter().enumerate() {
-        let body: Value = serde_json::from_str(&asked.body).unwrap_or_default();
-        let wanted = Wanted { request: Request { path: asked.path, body }, leave: None, conversation: None };
-        let alone = ask(client, &wanted, &outage, start).await;
-        for outcome in &asked.outcomes {
-            let name = format!("request {index}");
-            if outcome.is_whole {
-                compare_whole(&mut whole, &name, asked, outcome, &alone);
-                if outcome.after_restart {
-                    compare_whole(&mut after, &name, asked, outcome, &alone);
-                }
-            } else if alone.end != End::Whole {
-                cut.fail(&name, &format!("alone: {:?}", alone.end));
-            } else {
-                let begins = alone.text.starts_with(&outcome.text);
-                cut.count(&name, Some(begins), || format!("{:?} and {:?}", outcome.text, alone.text));
-            }
+    for (round, group) in all.chunks(clients.len()).enumerate() {
+        let alone = group.iter().zip(clients).map(|(asked, client)| {
+            let (body, outage) = (serde_json::from_str(&asked.body).unwrap_or_default(), &outage);
+            let wanted = Wanted { request: Request { path: asked.path, body }, leave: None, conversation: None };
+            async move { ask(client, &wanted, outage, start).await }
+        });
+        let alone = join_all(alone).await;
+        for (place, (asked, alone)) in group.iter().zip(&alone).enumerate() {
+            checks.judge(&format!("request {}", round * clients.len() + place), asked, alone);
         }
         if said.elapsed() > SAY_EVERY {
             said = Instant::now();
-            say(&format!("{} of {} requests compared, {} unequal", index + 1, all.len(), whole.unequal + cut.unequal));
+            let done = (round + 1) * clients.len();
+            say(&format!("{done} of {} requests compared, {} unequal", all.len(), checks.unequal()));
         }
     }
-    vec![whole, after, cut]
+    vec![checks.whole, checks.after, checks.cut]
+}
+
+struct Checks {
+    whole: Check,
+    after: Check,
+    cut: Check,
+}
+
+impl Checks {
+    fn new() -> Checks {
+        Checks {
+            whole: Check::new("equal to the cold reply alone"),
+            after: Check::new("of these after the restart"),
+            cut: Check::new("cut replies begin the reply alone"),
+        }
+    }
+
+    fn judge(&mut self, name: &str, asked: &Asked, alone: &Heard) {
+        for outcome in &asked.outcomes {
+            if outcome.is_whole {
+                compare_whole(&mut self.whole, name, asked, outcome, alone);
+                if outcome.after_restart {
+                    compare_whole(&mut self.after, name, asked, outcome, alone);
+                }
+            } else if alone.end != End::Whole {
+                self.cut.fail(name, &format!("alone: {:?}", alone.end));
+            } else {
+                let begins = alone.text.starts_with(&outcome.text);
+                self.cut.count(name, Some(begins), || format!("{:?} and {:?}", outcome.text, alone.text));
+            }
+        }
+    }
+
+    fn unequal(&self) -> u64 {
+        self.whole.unequal + self.cut.unequal
+    }
 }
 
 fn compare_whole(check: &mut Check, name: &str, asked: &Asked, outcome: &Outcome, alone: &Heard) {

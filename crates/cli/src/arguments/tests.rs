@@ -195,3 +195,39 @@ fn help_and_version_need_nothing_else() {
     assert!(matches!(ask("serve --nonsense --help"), Request::Help { command: Some(Command::Serve), long: true }));
     assert!(matches!(ask("help run"), Request::Help { command: Some(Command::Run), long: true }));
 }
+
+#[test]
+fn an_option_of_two_commands_is_set_for_each_by_its_own_name() {
+    let environment =
+        [("TENSORFOLD_BENCH_FORMAT", "csv"), ("TENSORFOLD_BENCH_ROWS", "1,2"), ("TENSORFOLD_LOGITS_ROWS", "3")];
+    let bench = read("bench decode", &environment).unwrap();
+    assert_eq!(bench.text("format"), Some("csv"));
+    assert_eq!(bench.list("rows").unwrap(), ["1", "2"]);
+    assert_eq!(read("logits", &environment).unwrap().count("rows"), Some(3));
+    assert!(read("run", &environment).unwrap().notes.is_empty());
+    let notes = read("bench decode", &[("TENSORFOLD_FORMAT", "csv")]).unwrap().notes;
+    assert!(notes[0].ends_with("It is called TENSORFOLD_RUN_FORMAT or TENSORFOLD_BENCH_FORMAT."), "{notes:?}");
+    let notes = read("serve", &[("TENSORFOLD_CTX_SIZE", "4k")]).unwrap().notes;
+    assert!(notes[0].ends_with("It is called TENSORFOLD_CONTEXT."), "{notes:?}");
+}
+
+#[test]
+fn a_key_below_a_command_counts_for_that_command_alone() {
+    let file = std::env::temp_dir().join(format!("tensorfold-tables-{}.toml", std::process::id()));
+    let load = |text: &str, line: &str| {
+        std::fs::write(&file, text).unwrap();
+        read(&format!("{line} --config {}", file.display()), &[])
+    };
+    let text = "threads = 2\n\n[bench]\nthreads = 1\nformat = \"md\"\nrows = [1, 4]\n\n[logits]\nrows = 2\n";
+    let bench = load(text, "bench decode").unwrap();
+    assert_eq!((bench.count("threads"), bench.text("format")), (Some(1), Some("md")));
+    let place = Source::File { file: file.display().to_string(), line: 5 };
+    assert_eq!(bench.setting("format").unwrap().source, place);
+    assert_eq!(load(text, "logits").unwrap().count("rows"), Some(2));
+    assert_eq!(load(text, "serve").unwrap().count("threads"), Some(2));
+    let mistakes = load("format = \"md\"\n", "bench decode").unwrap_err().to_string();
+    assert!(mistakes.ends_with("write it below [run] or [bench]"), "{mistakes}");
+    let mistakes = load("[bench]\nprot = 1\n", "bench decode").unwrap_err().to_string();
+    assert!(mistakes.contains(".toml:2 prot is no option of bench."), "{mistakes}");
+    std::fs::remove_file(&file).unwrap();
+}

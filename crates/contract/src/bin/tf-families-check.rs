@@ -81,10 +81,7 @@ impl From<CudaError> for Failure {
 }
 
 /// Microseconds of a call: the median over replays of a graph of calls.
-fn time(
-    queue: &mut Queue,
-    launch: &mut dyn FnMut(&mut Queue) -> Result<(), LaunchError>,
-) -> Result<f64, LaunchError> {
+fn time(queue: &mut Queue, launch: &mut dyn FnMut(&mut Queue) -> Result<(), LaunchError>) -> Result<f64, LaunchError> {
     let Queue::Gpu(gpu_queue) = &*queue else { return Ok(f64::NAN) };
     let driver = gpu_queue.driver().clone();
     let Some(gpu) = driver.cuda() else { return Ok(f64::NAN) };

@@ -91,8 +91,10 @@ impl Options {
         if self.context as usize > shape.max_position_embeddings {
             return Err(OptionError::Context { context: self.context, max: shape.max_position_embeddings });
         }
-        if (self.round_rows as usize) < shape.window_rows_max() {
-            return Err(OptionError::RoundRows { round_rows: self.round_rows, window: shape.window_rows_max() });
+        // Without drafts a window is one row.
+        let window = if self.draft { shape.window_rows_max() } else { 1 };
+        if (self.round_rows as usize) < window {
+            return Err(OptionError::RoundRows { round_rows: self.round_rows, window });
         }
         if shape.engram_max_ngram_size > LOOKBACK_MAX {
             return Err(OptionError::Lookback { found: shape.engram_max_ngram_size, max: LOOKBACK_MAX });

@@ -6,13 +6,14 @@ use axum::http::{HeaderName, HeaderValue, header};
 use axum::response::Response;
 use serde_json::{Map, Value, json};
 use tf_text::chat::openai::{ChatBody, chat_body};
-use tf_text::chat::{self, ParseStart, ResponseFormat, Thinking};
+use tf_text::chat::{self, ParseStart, ResponseFormat, Thinking, ToolMode};
 use tf_text::fields::{BodyError, Code, Fields};
 use tf_text::json::Value as Json;
 use tf_text::message::Message;
 use tf_text::reply::{CallIds, Delta, ReplyOptions};
 
 use crate::config::ReasoningField;
+use crate::connections::Peer;
 use crate::error::ApiError;
 use crate::generate::{self, Asked, Choice, PromptInput, ReasoningLimits, Step};
 use crate::http::{Server, json_response};
@@ -26,7 +27,7 @@ use crate::session::{Session, Shape};
 ///
 /// # Errors
 /// A mistake of the body, or a reply that was broken off before the first byte.
-pub async fn answer(server: Arc<Server>, body: Json) -> Result<Response, ApiError> {
+pub async fn answer(server: Arc<Server>, body: Json, peer: Peer) -> Result<Response, ApiError> {
     // Rendering and encoding a long conversation takes a while; other requests' tasks go on meanwhile.
     let reader = server.clone();
     let prepared = tokio::task::spawn_blocking(move || prepare(&reader, &body));
@@ -53,6 +54,7 @@ pub async fn answer(server: Arc<Server>, body: Json) -> Result<Response, ApiErro
         extra,
         include_usage: generation.include_usage,
         continuous_usage: generation.continuous_usage,
+        peer,
     };
     let mut response = if generation.stream { session.stream().await? } else { json_response(&session.whole().await?) };
     if let Some(Thinking::On(effort)) = thinking
@@ -87,6 +89,7 @@ fn prepare(server: &Server, body: &Json) -> Result<Prepared, ApiError> {
         stops: generation.stops.clone(),
         include_stop: generation.include_stop,
         ignore_end: generation.ignore_eos,
+        calls: chat.request.tool_choice.mode != ToolMode::None,
         call_ids: CallIds::new(ids::number()),
         ..ReplyOptions::new(prompt.start)
     };

@@ -12,6 +12,7 @@ use tf_text::json::Value as Json;
 use tf_text::reply::Delta;
 use tf_text::tokenizer::Tokenizer;
 
+use crate::connections::Peer;
 use crate::error::ApiError;
 use crate::generate::{self, Asked, Choice, LogprobRow, PromptInput, Step};
 use crate::http::{Server, json_response};
@@ -31,7 +32,7 @@ const CHOICES_MAX: usize = 2048;
 ///
 /// # Errors
 /// A mistake of the body, or a reply that was broken off before the first byte.
-pub async fn answer(server: Arc<Server>, body: Json) -> Result<Response, ApiError> {
+pub async fn answer(server: Arc<Server>, body: Json, peer: Peer) -> Result<Response, ApiError> {
     let reader = server.clone();
     let prepared = tokio::task::spawn_blocking(move || prepare(&reader, &body));
     let prepared = prepared.await.map_err(|error| ApiError::internal(&error.to_string()))??;
@@ -53,6 +54,7 @@ pub async fn answer(server: Arc<Server>, body: Json) -> Result<Response, ApiErro
         extra: Map::new(),
         include_usage: generation.include_usage,
         continuous_usage: generation.continuous_usage,
+        peer,
     };
     if generation.stream { session.stream().await } else { Ok(json_response(&session.whole().await?)) }
 }

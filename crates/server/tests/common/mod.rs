@@ -258,6 +258,7 @@ pub async fn start_loading(setup: Setup) -> (TestServer, oneshot::Receiver<()>) 
         metrics_open: false,
         memory_plan: vec![("weights", 1000), ("kv", 24)],
         memory_plan_total: 1024,
+        info: serde_json::json!({"build": {"version": "test"}}),
     };
     (setup.config)(&mut config);
     let socket = small_socket();

@@ -461,7 +461,12 @@ fn drawn_together(subject: &Subject, fault: Fault) -> Result<Evidence, String> {
         plan.windows.iter_mut().for_each(|window| window.logprobs = Some(5));
         let views: Vec<SequenceView<'_>> = sequences
             .iter()
-            .map(|sequence| SequenceView { sampling: &samplings[*sequence], prompt: prompts[*sequence], reply: &[], given: &[] })
+            .map(|sequence| SequenceView {
+                sampling: &samplings[*sequence],
+                prompt: prompts[*sequence],
+                reply: &[],
+                given: &[],
+            })
             .collect();
         let mut drawn = Drawn::default();
         model.forward(&plan, &views, &mut drawn).map_err(|error| error.to_string())?;
