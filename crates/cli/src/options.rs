@@ -505,7 +505,7 @@ pub const OPTIONS: &[OptionSpec] = &[
         .also(&[same("--chat-template-kwargs"), same("--default-chat-template-kwargs")]),
     option("reasoning-effort", Kind::Effort, S::Reasoning, &[Command::Serve, Command::Run, Command::Render], DefaultValue::Is("high"),
         "minimal and low are 50, medium, high and xhigh 75, max and ultra 100; or a number from 1 to 100"),
-    option("thinking-budget", count(0, 1 << 30), S::Reasoning, SERVE_RUN, OFF,
+    option("thinking-budget", count(0, 1 << 30), S::Reasoning, SERVE_RUN, DefaultValue::Says("off"),
         "most reasoning tokens; then the reasoning is closed and the answer follows")
         .also(&[same("--reasoning-budget")]),
     option("loop-guard", Kind::Switch, S::Reasoning, SERVE_RUN, OFF,
