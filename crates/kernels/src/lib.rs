@@ -41,5 +41,6 @@ pub mod quantise;
 pub mod rms_norm;
 pub mod rope;
 pub mod sample;
+pub mod stream_read;
 pub mod tensor_step;
 pub mod top_k;

@@ -286,8 +286,10 @@ fn build_cuda(family: &str) -> Result<Program, String> {
     let kernels = Path::new(env!("CARGO_MANIFEST_DIR")).join("../kernels/src");
     let read = |path: PathBuf| std::fs::read_to_string(&path).map_err(|error| format!("{}: {error}", path.display()));
     let source = read(kernels.join(family).join("kernel.cu"))?;
-    let prelude = read(kernels.join("shared/prelude.cuh"))?;
-    let built = Program::build_cuda(&format!("{family}.cu"), &source, &[("prelude.cuh", &prelude)], &folder());
+    let shared = |name: &str| read(kernels.join("shared").join(name));
+    let includes = [("prelude.cuh", shared("prelude.cuh")?), ("draw.cuh", shared("draw.cuh")?)];
+    let includes: Vec<(&str, &str)> = includes.iter().map(|(name, text)| (*name, text.as_str())).collect();
+    let built = Program::build_cuda(&format!("{family}.cu"), &source, &includes, &folder());
     built.map_err(|error| error.to_string())
 }
 

@@ -6,14 +6,13 @@ use crate::sample;
 use tf_device::gpu::{Backend, Binding, GpuQueue, Launch, Program, ShapeBytes, bytes_of};
 use tf_device::{Buffer, LaunchError};
 
-static PROGRAM: Program = program("draft_head", Some(include_str!("kernel.metal")), false);
+static PROGRAM: Program = program("draft_head", Some(include_str!("kernel.metal")), true);
 /// Tokens of one SIMD group.
 const VECTOR: usize = 32;
+/// Threads of a CUDA block that looks at a whole row of logits.
+const CUDA_ROW_THREADS: u32 = 512;
 
 pub(super) fn run(queue: &mut GpuQueue, args: Args<'_, '_>) -> Result<(), LaunchError> {
-    if queue.backend() == Backend::Cuda && !PROGRAM.cuda {
-        return Err(queue.unsupported("draft_head"));
-    }
     let bytes = args.anchors.len() * args.steps * size_of::<u32>();
     let mut tokens = queue.take_scratch("draft tokens", bytes)?;
     let mut confidence = queue.take_scratch("draft confidence", bytes)?;
@@ -38,20 +37,18 @@ fn steps(
     let sequences = anchors.len();
     let greedy: Vec<u32> = (0..sequences).map(|sequence| u32::from(sampled(sequence).is_none())).collect();
     // More groups on CUDA, whose blocks each stay on one multiprocessor.
-    let threads = if queue.backend() == Backend::Cuda { 128 } else { THREADS };
+    let is_cuda = queue.backend() == Backend::Cuda;
+    let threads = if is_cuda { 128 } else { THREADS };
     for step in 0..steps {
         let shape = ShapeBytes::new().uint(sequences).uint(vocabulary).uint(rank).uint(hidden);
         let shape = shape.uint(block).uint(steps).uint(step);
+        let launch_groups = |queue: &mut GpuQueue, entry, (groups, threads), bindings: &mut [Binding<'_>]| {
+            let shape = shape.bytes();
+            queue.launch(Launch { program: &PROGRAM, entry, bindings, shape, groups, threads, shared_bytes: 0 })
+        };
+        let by_vector = |items: usize| ((items as u32).div_ceil(threads / 32), threads);
         let launch = |queue: &mut GpuQueue, entry, items, bindings: &mut [Binding<'_>]| {
-            queue.launch(Launch {
-                program: &PROGRAM,
-                entry,
-                bindings,
-                shape: shape.bytes(),
-                groups: (items as u32).div_ceil(threads / 32),
-                threads,
-                shared_bytes: 0,
-            })
+            launch_groups(queue, entry, by_vector(items), bindings)
         };
         let anchors = || Binding::Bytes(bytes_of(anchors));
         launch(
@@ -82,7 +79,10 @@ fn steps(
         )?;
         if greedy.contains(&1) {
             let greedy = Binding::Bytes(bytes_of(&greedy));
-            launch(queue, "draft_argmax", sequences, &mut [Binding::Read(logits), greedy, Binding::Write(tokens)])?;
+            // A whole block looks at a row on CUDA.
+            let groups = if is_cuda { (sequences as u32, CUDA_ROW_THREADS) } else { by_vector(sequences) };
+            let bindings = &mut [Binding::Read(logits), greedy, Binding::Write(tokens)];
+            launch_groups(queue, "draft_argmax", groups, bindings)?;
         }
         if greedy.contains(&0) {
             let of = |sequence: usize| Some((sequence, sampled(sequence)?));

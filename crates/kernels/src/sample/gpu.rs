@@ -7,10 +7,12 @@ use tf_device::gpu::{Backend, Binding, GpuQueue, Launch, Program, ShapeBytes, by
 use tf_device::{Buffer, LaunchError};
 use tf_numerics::draw::Threshold;
 
-static PROGRAM: Program = program("sample", Some(include_str!("kernel.metal")), false);
+static PROGRAM: Program = program("sample", Some(include_str!("kernel.metal")), true);
 
 /// Threads of a group: the more, the sooner a row is through.
 const THREADS_MAX: u32 = 1024;
+/// As the CUDA kernel was compiled for.
+const CUDA_THREADS: u32 = 512;
 /// As the kernel's.
 const NONE: u32 = u32::MAX;
 /// Words of a `Result` of the kernel, and of a `Listed`.
@@ -89,9 +91,6 @@ impl Encoded {
 
 /// Waits for the tokens, which the host needs.
 pub(super) fn run(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
-    if queue.backend() == Backend::Cuda && !PROGRAM.cuda {
-        return Err(queue.unsupported("sample"));
-    }
     let Args { logits, vocab, draws, outcomes, top, scratch } = args;
     let encoded = &mut scratch.encoded;
     encoded.clear();
@@ -169,6 +168,10 @@ fn launch(
     debug_assert!(encoded.draws.len().is_multiple_of(DRAW_WORDS));
     let count = encoded.draws.len() / DRAW_WORDS;
     let mut values = queue.take_scratch("sample values", count * vocab * size_of::<f32>())?;
+    let threads = match queue.backend() {
+        Backend::Metal => queue.limits().threads_max.min(THREADS_MAX),
+        Backend::Cuda => CUDA_THREADS,
+    };
     let launched = queue.launch(Launch {
         program: &PROGRAM,
         entry: "sample",
@@ -183,7 +186,7 @@ fn launch(
         ],
         shape: ShapeBytes::new().uint(vocab).bytes(),
         groups: u32::try_from(count).unwrap_or(u32::MAX),
-        threads: queue.limits().threads_max.min(THREADS_MAX),
+        threads,
         shared_bytes: 0,
     });
     queue.keep_scratch("sample values", values);

@@ -236,16 +236,20 @@ kernel void sample(device const float *logits [[buffer(0)]], device const Draw *
             before = largest(next, crew);
             if (before < LEAST_KEY) break;
             const uint id = ~uint(before);
-            Listed listed;
-            listed.id = id;
-            listed.logprob = (row[id] - best) - log_total;
-            if (index == 0u) top[draw.top + place] = listed;
+            if (index == 0u) {
+                top[draw.top + place].id = id;
+                top[draw.top + place].logprob = (row[id] - best) - log_total;
+            }
             result.top_count++;
         }
     }
     if (index == 0u) {
         if (result.status != 0u) result.token = 0u;
-        results[group] = result;
+        results[group].token = result.token;
+        results[group].status = result.status;
+        results[group].logprob = result.logprob;
+        results[group].next_logprob = result.next_logprob;
+        results[group].top_count = result.top_count;
         if (draw.token != NONE) tokens[draw.token] = result.token;
     }
 }
