@@ -5,6 +5,8 @@ use tf_model::Family;
 pub const VERSION: &str = env!("CARGO_PKG_VERSION");
 /// The commit it was built from, or `unknown`.
 pub const COMMIT: &str = env!("TF_BUILD_COMMIT");
+/// Digest of the sources that decide a bit of a kept state.
+pub const SOURCES: &str = env!("TF_BUILD_SOURCES");
 /// Backends that this build can run on.
 pub const BACKENDS: &[&str] = &["cpu"];
 

@@ -6,6 +6,7 @@ mod bench;
 mod build;
 mod contract;
 mod demo;
+mod disk;
 mod evaluate;
 mod failure;
 mod help;

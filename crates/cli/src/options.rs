@@ -418,7 +418,6 @@ const SELFTEST: &[Command] = &[Command::Selftest];
 const BENCH: &[Command] = &[Command::Bench];
 const PULL: &[Command] = &[Command::Pull];
 
-const NO_DISK_TIER: &str = "prefixes are kept in memory only so far";
 const ONE_DEVICE: &str = "it has no effect on the cpu backend";
 
 use Section as S;
@@ -535,12 +534,12 @@ pub const OPTIONS: &[OptionSpec] = &[
     option("snapshot-every", count(1, 1 << 30), S::PrefixCache, KEEPS, DefaultValue::Is("4096"),
         "tokens between snapshots inside a prompt"),
     option("cache-dir", Kind::Folder, S::PrefixCache, SERVE, OFF,
-        "disk tier that survives a restart")
-        .also(&[same("--kv-disk-dir"), same("--slot-save-path")]).later(NO_DISK_TIER),
-    option("cache-dir-bytes", Kind::Size, S::PrefixCache, SERVE, NONE,
-        "budget of the disk tier").also(&[unit("--spill-gib", "GiB")]).later(NO_DISK_TIER),
-    option("cache-dir-min-free", Kind::Size, S::PrefixCache, SERVE, NONE,
-        "disk space that the tier leaves free").later(NO_DISK_TIER),
+        "folder of a disk tier that survives a restart; of this server alone")
+        .also(&[same("--kv-disk-dir"), same("--slot-save-path")]),
+    option("cache-dir-bytes", Kind::Size, S::PrefixCache, SERVE, DefaultValue::Is("32GiB"),
+        "budget of the disk tier").also(&[unit("--spill-gib", "GiB")]),
+    option("cache-dir-min-free", Kind::Size, S::PrefixCache, SERVE, DefaultValue::Is("4GiB"),
+        "disk space that the tier leaves free"),
 
     option("backend", Kind::Choice { built: &["auto", "cpu"], later: &["cuda", "metal"] }, S::Devices, COMPUTES, DefaultValue::Is("auto"),
         "an absent one is an error, never a silent CPU run").also(&[same("--device")]),

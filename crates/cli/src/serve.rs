@@ -5,6 +5,7 @@ use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
 
+use tf_engine::disk::{Disk, Folder};
 use tf_engine::{EngineHandle, WallClock};
 use tf_numerics::draw;
 use tf_server::{ApiKey, MetricsNames, Seeds, ServerConfig, Shutdown};
@@ -14,6 +15,7 @@ use tokio::sync::{oneshot, watch};
 use tokio::task::JoinHandle;
 
 use crate::arguments::{Arguments, Mistakes};
+use crate::disk;
 use crate::failure::Failure;
 use crate::load::{self, Checked};
 use crate::logs::say;
@@ -28,14 +30,20 @@ pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failu
     if arguments.is_on("dry-run") {
         return Ok(crate::failure::print(&plan_text(&checked))?);
     }
+    let disk = disk::open(arguments, &checked)?;
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;
-    let ended = runtime.block_on(serve(arguments, checked, address));
+    let ended = runtime.block_on(serve(arguments, checked, disk, address));
     // Weights that are still being read don't hold up the end.
     runtime.shutdown_background();
     ended
 }
 
-async fn serve(arguments: &Arguments, checked: Checked, address: SocketAddr) -> Result<(), Failure> {
+async fn serve(
+    arguments: &Arguments,
+    checked: Checked,
+    disk: Option<Disk<Folder>>,
+    address: SocketAddr,
+) -> Result<(), Failure> {
     // The socket opens before the weights are read, so that a taken port is known at once.
     let listener = listen(address).await?;
     let address = listener.local_addr()?;
@@ -58,7 +66,7 @@ async fn serve(arguments: &Arguments, checked: Checked, address: SocketAddr) -> 
     };
     let (asked, shutdown) = watch::channel(Shutdown::No);
     tokio::spawn(signals(asked, arguments.clone()));
-    host(listener, config, arguments.clone(), checked, say_ready, shutdown).await
+    host(listener, config, arguments.clone(), (checked, disk), say_ready, shutdown).await
 }
 
 async fn listen(address: SocketAddr) -> Result<TcpListener, Failure> {
@@ -74,13 +82,13 @@ async fn host(
     listener: TcpListener,
     config: ServerConfig,
     arguments: Arguments,
-    checked: Checked,
+    (checked, disk): (Checked, Option<Disk<Folder>>),
     on_ready: impl FnOnce(),
     shutdown: watch::Receiver<Shutdown>,
 ) -> Result<(), Failure> {
     let mut thread = None;
     let load = async {
-        let loaded = tokio::task::spawn_blocking(move || engine(&arguments, &checked)).await;
+        let loaded = tokio::task::spawn_blocking(move || engine(&arguments, &checked, disk)).await;
         let (engine, joins) = loaded.map_err(|error| Failure::run_time(format!("loading broke down: {error}")))??;
         thread = Some(joins);
         Ok::<_, Failure>(engine)
@@ -92,10 +100,15 @@ async fn host(
     Ok(())
 }
 
-fn engine(arguments: &Arguments, checked: &Checked) -> Result<(EngineHandle, std::thread::JoinHandle<()>), Failure> {
+fn engine(
+    arguments: &Arguments,
+    checked: &Checked,
+    disk: Option<Disk<Folder>>,
+) -> Result<(EngineHandle, std::thread::JoinHandle<()>), Failure> {
     let model = checked.model(checked.loading.options.clone())?;
     let limits = resolve::engine_limits(arguments, &tf_engine::model::Model::limits(&model), &checked.loading);
-    tf_engine::spawn(model, limits, Arc::new(WallClock::new())).map_err(|error| Failure::run_time(error.to_string()))
+    tf_engine::spawn_with_disk(model, limits, Arc::new(WallClock::new()), disk)
+        .map_err(|error| Failure::run_time(error.to_string()))
 }
 
 /// Asks for a drain at the first SIGTERM or Ctrl-C, and for the end at the second.
@@ -132,7 +145,9 @@ impl Local {
         let say_ready = move || {
             let _ = on_ready.send(());
         };
-        let serving = tokio::spawn(async move { host(listener, config, arguments, checked, say_ready, asked).await });
+        let disk = disk::open(&arguments, &checked)?;
+        let hosted = (checked, disk);
+        let serving = tokio::spawn(async move { host(listener, config, arguments, hosted, say_ready, asked).await });
         let local = Local { url: format!("http://{address}"), shutdown, serving };
         match ready.await {
             Ok(()) => Ok(local),

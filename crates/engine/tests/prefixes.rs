@@ -1,60 +1,10 @@
 //! Kept prefixes as a client sees them: what a prompt computes, and that nothing else changes.
 
-use std::sync::Arc;
+mod common;
 
-use tf_engine::model::{Model, ModelLimits};
+use common::{LIMITS, SEED, answer, answers, engine, read, text, waiting_engine};
 use tf_engine::testing::simulate::plain_reply;
-use tf_engine::testing::{Drafter, HistoryModel, HistoryOptions};
-use tf_engine::{Batch, CacheReason, CacheSource, Engine, EngineHandle, EngineLimits, FinishReason, Finished, Reply};
-use tf_engine::{Request, VirtualClock};
-
-const LIMITS: ModelLimits = ModelLimits { vocab_size: 40, context: 800, slots: 4, round_rows: 64, draft_block: 5 };
-const SEED: u64 = 3;
-
-fn engine(slots: u32, pages: Option<u32>, bytes: u64) -> EngineHandle {
-    let (engine, handle) = waiting_engine(slots, pages, bytes);
-    std::thread::spawn(move || engine.run());
-    handle
-}
-
-/// An engine that doesn't run yet, so that several requests meet it at once.
-fn waiting_engine(slots: u32, pages: Option<u32>, bytes: u64) -> (Engine<HistoryModel>, EngineHandle) {
-    let limits = ModelLimits { slots, ..LIMITS };
-    let options = HistoryOptions { limits, seed: SEED, pages, drafter: Drafter::Mixed, ..HistoryOptions::default() };
-    let model = HistoryModel::new(options);
-    let limits = EngineLimits { prefix_cache_bytes: bytes, ..EngineLimits::for_model(&model.limits()) };
-    Engine::new(model, limits, Arc::new(VirtualClock::new())).expect("these limits fit")
-}
-
-fn answers(engine: &EngineHandle, requests: Vec<Request>) -> Vec<(Vec<u32>, Finished)> {
-    read(engine.submit_all(requests).expect("these requests fit"))
-}
-
-fn read(mut replies: Vec<Reply>) -> Vec<(Vec<u32>, Finished)> {
-    let mut batch = Batch::default();
-    let whole = |reply: &mut tf_engine::Reply| {
-        let mut tokens = Vec::new();
-        loop {
-            reply.receive_blocking(&mut batch);
-            tokens.extend(batch.tokens.iter().map(|row| row.token));
-            if let Some(finished) = batch.finished.take() {
-                return (tokens, finished);
-            }
-        }
-    };
-    replies.iter_mut().map(whole).collect()
-}
-
-/// The one reply to `request`, which must be what it is by definition.
-fn answer(engine: &EngineHandle, request: Request) -> (Vec<u32>, Finished) {
-    let (tokens, finished) = answers(engine, vec![request.clone()]).remove(0);
-    assert_eq!(tokens, plain_reply(SEED, LIMITS.vocab_size, &request).0.tokens, "{request:?}");
-    (tokens, finished)
-}
-
-fn text(seed: u32, count: u32) -> Vec<u32> {
-    (0..count).map(|index| (index * index * 7 + index * seed + seed) % LIMITS.vocab_size).collect()
-}
+use tf_engine::{Batch, CacheReason, CacheSource, FinishReason, Request};
 
 #[test]
 fn the_same_prompt_again_computes_one_row() {
@@ -196,7 +146,7 @@ fn why_nothing_was_resumed_is_said() {
 #[test]
 fn too_few_pages_make_requests_wait_and_never_stop() {
     // Pages for two of the longest requests, eight requests at four slots, kept prefixes beside them.
-    let pages = 2 * LIMITS.context.div_ceil(4) + 2;
+    let pages = 2 * 800_u32.div_ceil(4) + 2;
     let engine = engine(4, Some(pages), 1 << 30);
     for _ in 0..3 {
         let requests: Vec<Request> = (0..8)

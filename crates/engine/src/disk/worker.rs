@@ -113,6 +113,11 @@ impl<F: Files> Disk<F> {
         Ok(disk)
     }
 
+    /// Files that may be used.
+    pub fn file_count(&self) -> usize {
+        self.found.len()
+    }
+
     /// With a planted defect: nothing but lengths is checked when a file is read.
     pub fn trusting_all(mut self) -> Self {
         self.trusts_all = true;

@@ -1,0 +1,114 @@
+//! The disk tier of kept prefixes: from options to an open folder.
+
+use std::path::{Path, PathBuf};
+
+use tf_engine::disk::{self, Disk, DiskEvent, DiskIdentity, DiskLimits, Folder, Refusal};
+use tf_model::deepseek_v41::cache::CacheLayout;
+
+use crate::arguments::{Arguments, Mistakes};
+use crate::build;
+use crate::failure::Failure;
+use crate::load::Checked;
+
+/// Budget and free space where nobody says.
+const BYTES: u64 = 32 << 30;
+const MIN_FREE_BYTES: u64 = 4 << 30;
+
+/// What was asked for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct DiskOptions {
+    pub dir: PathBuf,
+    pub limits: DiskLimits,
+}
+
+/// The folder and its limits, if there is to be one.
+///
+/// # Errors
+/// [`Mistakes`] for options that would have no effect.
+pub fn options(arguments: &Arguments, prefix_cache_bytes: u64) -> Result<Option<DiskOptions>, Mistakes> {
+    let dir = arguments.text("cache-dir").filter(|dir| *dir != "off").map(PathBuf::from);
+    let mut mistakes = Vec::new();
+    if dir.is_none() {
+        for flag in ["cache-dir-bytes", "cache-dir-min-free"] {
+            if arguments.is_given(flag) {
+                mistakes.push(format!("--{flag} has no effect without --cache-dir. Name a folder, or leave it out"));
+            }
+        }
+    }
+    if let (Some(dir), 0) = (&dir, prefix_cache_bytes) {
+        let dir = dir.display();
+        mistakes.push(format!("--cache-dir {dir} has no effect while no prefix is kept: leave out --prefix-cache off"));
+    }
+    if !mistakes.is_empty() {
+        return Err(Mistakes(mistakes));
+    }
+    let limits = DiskLimits {
+        bytes: arguments.bytes("cache-dir-bytes").unwrap_or(BYTES),
+        min_free_bytes: arguments.bytes("cache-dir-min-free").unwrap_or(MIN_FREE_BYTES),
+    };
+    Ok(dir.map(|dir| DiskOptions { dir, limits }))
+}
+
+/// Opens the folder for a model that is about to be loaded.
+///
+/// # Errors
+/// When it can't be used, or another server has it.
+pub fn open(arguments: &Arguments, checked: &Checked) -> Result<Option<Disk<Folder>>, Failure> {
+    let Some(DiskOptions { dir, limits }) = options(arguments, checked.loading.prefix_cache_bytes)? else {
+        return Ok(None);
+    };
+    let disk = disk::open(&dir, limits, identity(checked), report(&dir));
+    let disk = disk.map_err(|error| Failure::run_time(error.to_string()))?;
+    tell(&dir, &disk);
+    Ok(Some(disk))
+}
+
+/// The fingerprint promises equal replies; equal sources and records promise equal states.
+fn identity(checked: &Checked) -> DiskIdentity {
+    let options = &checked.loading.options;
+    let layout = CacheLayout::new(&checked.shape, options.slots, options.context, options.pages);
+    DiskIdentity::of(&[&checked.fingerprint, build::SOURCES, &layout.identity(options.draft)])
+}
+
+fn tell(dir: &Path, disk: &Disk<Folder>) {
+    tracing::info!(dir = %dir.display(), files = disk.file_count(), "kept prefixes on disk");
+}
+
+fn report(dir: &Path) -> disk::Report {
+    let dir = dir.display().to_string();
+    Box::new(move |event| match &event {
+        // The usual thing after an update.
+        DiskEvent::Refused { reason: Refusal::Stale, .. } => tracing::info!("--cache-dir {dir}: {event}"),
+        DiskEvent::Refused { .. } | DiskEvent::NotWritten { .. } => tracing::warn!("--cache-dir {dir}: {event}"),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::arguments::{Request, parse};
+    use crate::options::Environment;
+
+    fn options_of(line: &str, prefix_cache_bytes: u64) -> Result<Option<DiskOptions>, String> {
+        let words: Vec<String> = line.split(' ').map(str::to_owned).collect();
+        let Ok(Request::Run(arguments)) = parse(&words, &Environment::of(&[])) else { panic!("{line}") };
+        options(&arguments, prefix_cache_bytes).map_err(|mistakes| mistakes.to_string())
+    }
+
+    #[test]
+    fn a_folder_has_limits_and_limits_need_a_folder() {
+        assert_eq!(options_of("serve", 1), Ok(None));
+        let limits = DiskLimits { bytes: 32 << 30, min_free_bytes: 4 << 30 };
+        assert_eq!(options_of("serve --cache-dir /x", 1), Ok(Some(DiskOptions { dir: "/x".into(), limits })));
+        let line = "serve --cache-dir /x --cache-dir-bytes 3MiB --cache-dir-min-free 0";
+        let limits = DiskLimits { bytes: 3 << 20, min_free_bytes: 0 };
+        assert_eq!(options_of(line, 1), Ok(Some(DiskOptions { dir: "/x".into(), limits })));
+        let error = options_of("serve --cache-dir-bytes 3MiB --cache-dir-min-free 1", 1).unwrap_err();
+        assert!(
+            error.contains("--cache-dir-bytes has no effect") && error.contains("--cache-dir-min-free has"),
+            "{error}"
+        );
+        let error = options_of("serve --cache-dir /x", 0).unwrap_err();
+        assert!(error.contains("--cache-dir /x has no effect"), "{error}");
+    }
+}
