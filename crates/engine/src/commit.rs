@@ -5,91 +5,46 @@ use std::sync::Arc;
 use tf_text::TokenId;
 
 use crate::clock::Time;
-use crate::copy::{self, CopyIndex};
-use crate::depth::{Acceptance, Candidate};
+use crate::copy;
+use crate::depth::Candidate;
 use crate::disk::worker::LoadId;
 use crate::drafting;
-use crate::forcing::Forced;
-use crate::limits::DRAFTS_MAX;
 use crate::model::{Drawn, DrawnRow};
 use crate::plan::Plan;
-use crate::request::{CacheUse, DraftSource, FinishReason, Finished, Position, ReplyStats, RequestId};
+use crate::request::{CacheUse, DraftSource, FinishReason, Finished, Position, Priority, ReplyStats, RequestId};
 use crate::sequence::Sequence;
-use crate::state::{Released, State, Waiting};
+use crate::state::{NextUp, Released, State, Waiting};
 use crate::stats::EngineStats;
 use crate::verify::Accepted;
 
-/// Puts a request at the end of the queue.
+/// Puts a request at the end of the queue, or behind the last one in the foreground if it is one of these.
 pub fn enqueue(state: &mut State, waiting: Waiting) {
     state.stats.requests += 1;
     state.stats.prompt_tokens += waiting.request.prompt.len() as u64;
-    waiting.sender.queue_position(state.queue.len() as u32 + 1);
-    state.queue.push_back(waiting);
+    let priority = waiting.request.priority;
+    let place = state.queue.iter().position(|other| other.request.priority > priority).unwrap_or(state.queue.len());
+    state.queue.insert(place, waiting);
+    renumber(state);
     publish_load(state);
 }
 
 /// Ends what has waited or run too long, then gives free slots to the head of the queue.
 pub fn admit(state: &mut State, now: Time) {
-    for index in (0..state.sequences.len()).rev() {
-        if state.sequences[index].request.deadline.is_some_and(|deadline| deadline <= now) {
-            end_sequence(state, index, FinishReason::Deadline, now);
-        }
-    }
-    let is_short = state.is_head_short_of_pages();
-    for index in (0..state.queue.len()).rev() {
-        let waiting = &state.queue[index];
-        if waiting.request.deadline.is_some_and(|deadline| deadline <= now) {
-            end_waiting(state, index, FinishReason::Deadline, now);
-        } else if (state.slots.free_count() == 0 || is_short)
-            && now.since(waiting.submitted) > state.limits.queue_timeout
-        {
-            end_waiting(state, index, FinishReason::QueueTimeout, now);
-        }
-    }
+    end_overdue(state, now);
     let waiting_before = state.queue.len();
-    while let Some(id) = state.queue.front().map(|waiting| waiting.id)
-        && !state.is_head_short_of_pages()
-        && let Some(slot) = state.slots.take(id)
-    {
-        let waiting = state.queue.pop_front().expect("the front was read above");
-        let queue = now.since(waiting.submitted);
-        waiting.sender.queue_position(0);
-        waiting.sender.started();
-        state.stats.queue_time += queue;
-        let prompt_tokens = waiting.request.prompt.len() as u32;
-        let forced = Forced::new(waiting.request.forcing.as_deref());
-        let mut given = Vec::new();
-        waiting.request.forcing.iter().for_each(|forcing| forced.given(forcing, &mut given));
-        state.sequences.push(Sequence {
-            id,
-            slot,
-            reply: Vec::with_capacity(waiting.request.max_tokens.min(4096) as usize),
-            request: waiting.request,
-            computed: 0,
-            is_placed: false,
-            snapshot_at: Vec::new(),
-            kept_to: 0,
-            source: None,
-            follows: None,
-            load: None,
-            asked_disk: false,
-            waits: false,
-            forced,
-            given,
-            drafts: Vec::with_capacity(DRAFTS_MAX),
-            draft_source: DraftSource::Head,
-            confidence: Vec::with_capacity(DRAFTS_MAX),
-            copies: CopyIndex::default(),
-            copied: Vec::new(),
-            copy_class: 0,
-            copy_acceptance: Acceptance::default(),
-            passed_over: 0,
-            acceptance: Acceptance::default(),
-            started: now,
-            first_token: None,
-            stats: ReplyStats { prompt_tokens, queue, ..ReplyStats::default() },
-            sender: waiting.sender,
-        });
+    loop {
+        let priority = match state.next_up() {
+            NextUp::Nobody => break,
+            NextUp::Waiting => state.queue[0].request.priority,
+            NextUp::Paused => Priority::Background,
+        };
+        let is_held_up = state.slots.free_count() == 0 || state.is_head_short_of_pages();
+        if is_held_up && !(priority == Priority::Foreground && pause_newest(state)) {
+            break;
+        }
+        if !is_held_up {
+            seat(state, now);
+        }
     }
     if state.queue.len() != waiting_before {
         renumber(state);
@@ -97,10 +52,68 @@ pub fn admit(state: &mut State, now: Time) {
     publish_load(state);
 }
 
+fn end_overdue(state: &mut State, now: Time) {
+    let is_overdue = |deadline: Option<Time>| deadline.is_some_and(|deadline| deadline <= now);
+    for index in (0..state.sequences.len()).rev() {
+        if is_overdue(state.sequences[index].request.deadline) {
+            end_sequence(state, index, FinishReason::Deadline, now);
+        }
+    }
+    for index in (0..state.paused.len()).rev() {
+        if is_overdue(state.paused[index].request.deadline) {
+            end_paused(state, index, FinishReason::Deadline, now);
+        }
+    }
+    let is_held_up = state.slots.free_count() == 0 || state.is_head_short_of_pages();
+    for index in (0..state.queue.len()).rev() {
+        let waiting = &state.queue[index];
+        if is_overdue(waiting.request.deadline) {
+            end_waiting(state, index, FinishReason::Deadline, now);
+        } else if is_held_up && now.since(waiting.submitted) > state.limits.queue_timeout {
+            end_waiting(state, index, FinishReason::QueueTimeout, now);
+        }
+    }
+}
+
+/// Takes the newest sequence in the background out of its slot. False where there is none.
+fn pause_newest(state: &mut State) -> bool {
+    let background = (0..state.sequences.len()).filter(|&index| state.sequences[index].can_pause());
+    let Some(index) = background.max_by_key(|&index| state.sequences[index].id) else { return false };
+    let mut sequence = state.sequences.remove(index);
+    state.stats.pauses += 1;
+    leave_slot(state, &sequence, true);
+    sequence.pause();
+    let place = state.paused.iter().position(|other| other.id > sequence.id).unwrap_or(state.paused.len());
+    state.paused.insert(place, sequence);
+    true
+}
+
+/// Gives a free slot to whoever is next.
+fn seat(state: &mut State, now: Time) {
+    if matches!(state.next_up(), NextUp::Paused) {
+        if let Some(mut sequence) = state.paused.pop_front()
+            && let Some(slot) = state.slots.take(sequence.id)
+        {
+            sequence.slot = slot;
+            state.sequences.push(sequence);
+        }
+        return;
+    }
+    let Some(waiting) = state.queue.pop_front() else { return };
+    let slot = state.slots.take(waiting.id).expect("a free slot was counted");
+    let queue = now.since(waiting.submitted);
+    waiting.sender.queue_position(0);
+    waiting.sender.started();
+    state.stats.queue_time += queue;
+    state.sequences.push(Sequence::new(waiting, slot, now));
+}
+
 /// Ends the request at once, wherever it is. Unknown ids are requests that have ended.
 pub fn cancel(state: &mut State, id: RequestId, now: Time) {
     if let Some(index) = state.sequences.iter().position(|sequence| sequence.id == id) {
         end_sequence(state, index, FinishReason::Cancelled, now);
+    } else if let Some(index) = state.paused.iter().position(|sequence| sequence.id == id) {
+        end_paused(state, index, FinishReason::Cancelled, now);
     } else if let Some(index) = state.queue.iter().position(|waiting| waiting.id == id) {
         end_waiting(state, index, FinishReason::Cancelled, now);
         renumber(state);
@@ -112,6 +125,9 @@ pub fn cancel(state: &mut State, id: RequestId, now: Time) {
 pub fn end_all(state: &mut State, reason: &FinishReason, now: Time) {
     for index in (0..state.sequences.len()).rev() {
         end_sequence(state, index, reason.clone(), now);
+    }
+    for index in (0..state.paused.len()).rev() {
+        end_paused(state, index, reason.clone(), now);
     }
     for index in (0..state.queue.len()).rev() {
         end_waiting(state, index, reason.clone(), now);
@@ -251,15 +267,19 @@ pub fn propose(state: &mut State, candidate: &Candidate, tokens: &[TokenId], con
 /// Starts a sequence at the end of a restored prefix, or says why there is none.
 pub fn place(state: &mut State, index: usize, resumed: Position, source: Option<Arc<[TokenId]>>, cache: CacheUse) {
     let sequence = &mut state.sequences[index];
-    assert_eq!(sequence.computed, sequence.stats.cached_tokens, "rows are restored before any is computed");
-    assert!(resumed < sequence.prompt_length(), "a prompt's last row is always computed");
-    state.stats.cached_tokens += u64::from(resumed - sequence.computed);
+    let is_drawn = sequence.begins_reply();
+    assert!(resumed < sequence.fill_length() + Position::from(!is_drawn), "a row that is drawn is always computed");
+    // What a paused sequence gets back says nothing of its prompt.
+    if !sequence.was_paused {
+        assert_eq!(sequence.computed, sequence.stats.cached_tokens, "rows are restored before any is computed");
+        state.stats.cached_tokens += u64::from(resumed - sequence.computed);
+        sequence.stats.cached_tokens = resumed;
+        sequence.stats.cache = cache;
+    }
     sequence.is_placed = true;
     sequence.computed = resumed;
     sequence.kept_to = resumed;
     sequence.source = source;
-    sequence.stats.cached_tokens = resumed;
-    sequence.stats.cache = cache;
 }
 
 /// Names the positions inside a prompt whose state shall be kept.
@@ -271,7 +291,7 @@ pub fn want_states(state: &mut State, index: usize, wanted: Vec<Position>) {
 pub fn follow(state: &mut State, index: usize, leader: usize, at: Position) {
     let other = &mut state.sequences[leader];
     let id = other.id;
-    if at + 1 < other.prompt_length()
+    if at + 1 < other.fill_length()
         && let Err(place) = other.snapshot_at.binary_search(&at)
     {
         other.snapshot_at.insert(place, at);
@@ -306,7 +326,7 @@ pub fn end_waits(state: &mut State) {
 
 /// Ends the newest sequence for want of pages.
 pub fn end_newest(state: &mut State, now: Time) {
-    let newest = (0..state.sequences.len()).max_by_key(|&index| state.sequences[index].id);
+    let newest = (0..state.sequences.len()).max_by_key(|&index| state.sequences[index].rank());
     if let Some(index) = newest {
         end_sequence(state, index, FinishReason::OutOfMemory, now);
         publish_load(state);
@@ -347,16 +367,31 @@ fn count_passed_over(state: &mut State, plan: &Plan) {
 }
 
 fn end_sequence(state: &mut State, index: usize, reason: FinishReason, now: Time) {
-    let mut sequence = state.sequences.remove(index);
-    state.slots.free(sequence.slot, sequence.id);
+    let sequence = state.sequences.remove(index);
     let is_whole = !matches!(
         reason,
         FinishReason::Failed(_) | FinishReason::DeviceLost(_) | FinishReason::OutOfMemory | FinishReason::Stopped
     );
+    leave_slot(state, &sequence, is_whole);
+    finish(state, sequence, reason, now);
+}
+
+fn end_paused(state: &mut State, index: usize, reason: FinishReason, now: Time) {
+    if let Some(sequence) = state.paused.remove(index) {
+        finish(state, sequence, reason, now);
+    }
+}
+
+/// Frees the slot of a sequence that is no longer among the running ones. `is_whole`: its rows can be kept.
+fn leave_slot(state: &mut State, sequence: &Sequence, is_whole: bool) {
+    state.slots.free(sequence.slot, sequence.id);
     // A state one row further than a kept one saves nothing worth its bytes.
     let is_kept = state.keeping.is_on && is_whole && sequence.computed > sequence.kept_to + 1;
     let tokens = is_kept.then(|| sequence.computed_tokens());
     state.released.push(Released { slot: sequence.slot, tokens });
+}
+
+fn finish(state: &mut State, mut sequence: Sequence, reason: FinishReason, now: Time) {
     let first_token = sequence.first_token.unwrap_or(now);
     sequence.stats.reply_tokens = sequence.reply.len() as u32;
     sequence.stats.prefill = first_token.since(sequence.started);
@@ -402,5 +437,5 @@ fn publish_load(state: &mut State) {
     let prefilling = state.sequences.iter().filter(|sequence| sequence.is_prefilling()).count();
     state.stats.prefilling = prefilling as u32;
     state.stats.decoding = (state.sequences.len() - prefilling) as u32;
-    state.stats.waiting = state.queue.len() as u32;
+    state.stats.waiting = (state.queue.len() + state.paused.len()) as u32;
 }

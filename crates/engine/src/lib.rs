@@ -33,7 +33,7 @@ pub use engine::{Engine, EngineHandle, Lifecycle, Reply, spawn, spawn_with_disk}
 pub use forcing::{Forcing, Reasoning};
 pub use limits::{DraftPolicy, EngineLimits, LimitsError};
 pub use request::{
-    CacheReason, CacheSource, CacheUse, DraftCounts, DraftSource, FinishReason, Finished, Position, ReplyStats,
-    Request, RequestId, Sampling, StopReason, SubmitError,
+    CacheReason, CacheSource, CacheUse, DraftCounts, DraftSource, FinishReason, Finished, Position, Priority,
+    ReplyStats, Request, RequestId, Sampling, StopReason, SubmitError,
 };
 pub use stats::{EngineStats, ROUND_ROW_BOUNDS};

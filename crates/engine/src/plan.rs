@@ -5,6 +5,7 @@
 
 use crate::limits::{PASSED_OVER_MAX, PROMPT_ROWS_MIN, PROMPT_ROWS_UNTIMED};
 use crate::model::{RoundPlan, Window};
+use crate::request::Priority;
 use crate::sequence::Sequence;
 use crate::state::{KeepRules, State};
 
@@ -64,28 +65,39 @@ pub fn plan(state: &State, plan: &mut Plan) {
     if !state.sequences.iter().any(is_waiting) {
         return;
     }
-    let mut prompt_rows_left = rows_left;
-    if decoding > 0
-        && let Some(gap) = state.limits.decode_gap
-    {
-        let timed = state.pace.prompt_rows_within(gap, plan.row_counts().1);
-        prompt_rows_left = prompt_rows_left.min(timed.unwrap_or(PROMPT_ROWS_UNTIMED).max(PROMPT_ROWS_MIN));
-    }
+    let gap_rows = rows_within_gap(state, plan.row_counts().1);
     plan.order.extend((0..state.sequences.len()).filter(|&index| is_waiting(&state.sequences[index])));
     plan.order.sort_unstable_by_key(|&index| {
         let sequence = &state.sequences[index];
-        (sequence.passed_over < PASSED_OVER_MAX, sequence.prompt_rows_left(), sequence.id)
+        let is_due = sequence.passed_over >= PASSED_OVER_MAX;
+        (!is_due, sequence.request.priority, sequence.prompt_rows_left(), sequence.id)
     });
+    let mut prompt_rows = 0;
     for order_index in 0..plan.order.len() {
         let index = plan.order[order_index];
         let sequence = &state.sequences[index];
-        let row_count = sequence.prompt_rows_left().min(state.limits.prompt_chunk).min(prompt_rows_left);
+        let within_gap = gap_rows[sequence.request.priority as usize];
+        let room = rows_left.min(within_gap).saturating_sub(prompt_rows);
+        let row_count = sequence.prompt_rows_left().min(state.limits.prompt_chunk).min(room);
         let row_count = up_to_snapshot(state, sequence, row_count);
         if row_count == 0 {
             break;
         }
-        prompt_rows_left -= row_count;
+        prompt_rows += row_count;
         push_prompt(plan, index, sequence, row_count);
+    }
+}
+
+/// Prompt rows that running replies allow beside them, for prompts of each priority. Replies in the background don't hold
+/// up a prompt in the foreground.
+fn rows_within_gap(state: &State, reply_rows: usize) -> [u32; 2] {
+    let Some(gap) = state.limits.decode_gap else { return [u32::MAX; 2] };
+    let timed = || state.pace.prompt_rows_within(gap, reply_rows).unwrap_or(PROMPT_ROWS_UNTIMED).max(PROMPT_ROWS_MIN);
+    let running = state.sequences.iter().filter(|sequence| is_decoding(sequence));
+    match running.map(|sequence| sequence.request.priority).min() {
+        Some(Priority::Foreground) => [timed(); 2],
+        Some(Priority::Background) => [u32::MAX, timed()],
+        None => [u32::MAX; 2],
     }
 }
 
@@ -147,13 +159,14 @@ fn push_reply(plan: &mut Plan, index: usize, sequence: &Sequence, optional: u32)
 fn push_prompt(plan: &mut Plan, index: usize, sequence: &Sequence, row_count: u32) {
     let start = sequence.computed;
     let end = start + row_count;
-    let is_last = end == sequence.prompt_length();
+    let is_last = end == sequence.fill_length();
     let first = plan.round.tokens.len();
     let row_count = row_count as usize;
-    plan.round.tokens.extend_from_slice(&sequence.request.prompt[start as usize..end as usize]);
-    // The prompt's last row scores nothing; it is drawn for the reply's first token, if one is wanted.
-    let draw_end = if is_last && sequence.request.max_tokens == 0 { row_count - 1 } else { row_count };
-    let draw = if sequence.request.score_prompt {
+    plan.round.tokens.extend_from_slice(&sequence.fill[start as usize..end as usize]);
+    // The last row scores nothing; it is drawn for the reply's first token, if that is wanted and not there.
+    let is_drawn = sequence.request.max_tokens > 0 && sequence.begins_reply();
+    let draw_end = if is_last && !is_drawn { row_count - 1 } else { row_count };
+    let draw = if sequence.is_scored() {
         0..draw_end
     } else if is_last {
         row_count - 1..draw_end
@@ -166,8 +179,8 @@ fn push_prompt(plan: &mut Plan, index: usize, sequence: &Sequence, row_count: u3
         start,
         rows: first..first + row_count,
         // Rows before a wanted state are computed as if the prompt ended there, so that anything may follow it.
-        prompt_end: sequence.snapshot_at.first().copied().unwrap_or(sequence.prompt_length()),
-        whole: sequence.request.score_prompt,
+        prompt_end: sequence.snapshot_at.first().copied().unwrap_or(sequence.fill_length()),
+        whole: sequence.is_scored(),
         draw,
         logprobs: sequence.request.logprobs,
         sequence: index,

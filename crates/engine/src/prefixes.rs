@@ -99,7 +99,7 @@ fn load<M: Model>(
     if sequence.asked_disk || sequence.computed > 0 {
         return false;
     }
-    let (prompt, length) = (sequence.request.prompt.clone(), sequence.prompt_length());
+    let (prompt, length) = (sequence.fill.clone(), sequence.fill_length());
     let Some(shelf) = &mut cache.shelf else { return false };
     let Some(candidate) = shelf.find(&prompt, resumed + SNAPSHOT_ROWS_MIN - 1, length - 1) else { return false };
     let page_positions = state.keeping.page_positions.max(1);
@@ -129,7 +129,7 @@ fn search<M: Model>(
     now: Time,
 ) {
     let sequence = &state.sequences[index];
-    let reason = match (state.keeping.is_on, sequence.request.score_prompt) {
+    let reason = match (state.keeping.is_on, sequence.is_scored()) {
         (false, _) => Some(CacheReason::Off),
         (true, true) => Some(CacheReason::ScoredPrompt),
         (true, false) => None,
@@ -138,8 +138,10 @@ fn search<M: Model>(
         commit::place(state, index, 0, None, CacheUse { reason, ..CacheUse::default() });
         return;
     }
-    let (prompt, length, slot) = (sequence.request.prompt.clone(), sequence.prompt_length(), sequence.slot);
-    let mut found = cache.find(&prompt, length - 1, |snapshot| model.can_resume(snapshot, length));
+    let (prompt, length, slot) = (sequence.fill.clone(), sequence.fill_length(), sequence.slot);
+    // A row that is drawn is computed; after a pause none is.
+    let most = if sequence.begins_reply() { length - 1 } else { length };
+    let mut found = cache.find(&prompt, most, |snapshot| model.can_resume(snapshot, length));
     let from_disk = arrival_for(&prompt, &found, arrived, |snapshot| model.can_resume(snapshot, length));
     if let Some(arrival) = from_disk
         && found.hit.as_ref().is_none_or(|hit| (hit.position as usize) < arrival.tokens.len())
@@ -202,7 +204,7 @@ fn arrival_for<'a, S>(
 /// this prompt leaves another that is kept.
 fn wanted_states<M: Model>(state: &State, index: usize, matched: Position, model: &M) -> Vec<Position> {
     let sequence = &state.sequences[index];
-    let (start, end) = (sequence.computed, sequence.prompt_length());
+    let (start, end) = (sequence.computed, sequence.fill_length());
     let saves = |at: Position| end - at <= state.keeping.reach || at - start >= SNAPSHOT_ROWS_MIN;
     let all = sequence.request.snapshot_at.iter().copied().chain([matched]);
     let mut wanted: Vec<Position> =
@@ -215,15 +217,15 @@ fn wanted_states<M: Model>(state: &State, index: usize, matched: Position, model
 /// Makes a sequence wait for an older one that is computing rows of their common prefix, where that saves rows.
 fn follow<M: Model>(state: &mut State, index: usize, model: &M) {
     let sequence = &state.sequences[index];
-    let last = sequence.prompt_length() - 1;
+    let last = sequence.fill_length() - 1;
     let mut best: Option<(Position, usize)> = None;
     for (other, leader) in state.sequences.iter().enumerate() {
-        let is_ahead = leader.id < sequence.id && leader.is_placed && leader.is_prefilling();
+        let is_ahead = leader.rank() < sequence.rank() && leader.is_placed && leader.is_prefilling();
         if !is_ahead || leader.computed < sequence.computed {
             continue;
         }
-        let shared = common(&leader.request.prompt, &sequence.request.prompt) as Position;
-        let leader_last = leader.prompt_length() - 1;
+        let shared = common(&leader.fill, &sequence.fill) as Position;
+        let leader_last = leader.fill_length() - 1;
         let at = shared.min(last).min(leader_last);
         let is_taken_anyway = at == leader_last || leader.snapshot_at.contains(&at);
         if at >= leader.computed + SNAPSHOT_ROWS_MIN
@@ -257,12 +259,12 @@ pub fn take<M: Model>(
         let (start, end) = (window.start, accepted[index].kept);
         let KeepRules { every, reach, .. } = state.keeping;
         // One before the prompt's end serves the same prompt again, whose last row must be computed, as well as a longer one.
-        let ends = [sequence.prompt_length() - 1, end / every * every];
+        let ends = [sequence.fill_length() - 1, end / every * every];
         let mut positions: Vec<Position> = sequence.snapshot_at.iter().copied().chain(ends).collect();
         positions.retain(|&at| at > start && at <= end && end - at <= reach);
         positions.sort_unstable();
         positions.dedup();
-        let (slot, prompt) = (sequence.slot, sequence.request.prompt.clone());
+        let (slot, prompt) = (sequence.slot, sequence.fill.clone());
         for at in positions {
             keep_state(state, model, cache, slot, &prompt[..at as usize]);
             commit::note_kept(state, window.sequence, at);
@@ -300,12 +302,15 @@ fn is_source(sequences: &[Sequence], key: &Arc<[TokenId]>) -> bool {
 
 /// Empties the slots of sequences that have ended, after keeping what they computed.
 pub fn release<M: Model>(state: &mut State, model: &mut M, cache: &mut PrefixCache<M::Snapshot>) {
-    while let Some(released) = state.released.pop() {
+    // In the order of leaving: a slot may have been given away again since, to a sequence that has left it too.
+    let mut leaving = std::mem::take(&mut state.released);
+    for released in leaving.drain(..) {
         if let Some(tokens) = &released.tokens {
             keep_state(state, model, cache, released.slot, tokens);
         }
         model.release(released.slot);
     }
+    state.released = leaving;
     let pages = model.pages();
     (state.stats.pages, state.stats.pages_free, state.stats.page_positions) =
         (pages.total, pages.free, pages.positions);
@@ -351,10 +356,10 @@ pub fn plan_within_pages<M: Model>(
         if cache.shelf.as_mut().is_some_and(Shelf::let_go_of_pages) {
             continue;
         }
-        let ids = round.round.windows.iter().map(|window| state.sequences[window.sequence].id);
-        let oldest = state.sequences.iter().map(|sequence| sequence.id).min();
-        match ids.max().filter(|&newest| Some(newest) != oldest) {
-            Some(newest) => commit::wait(state, newest),
+        let ranks = round.round.windows.iter().map(|window| state.sequences[window.sequence].rank());
+        let oldest = state.sequences.iter().map(|sequence| sequence.rank()).min();
+        match ranks.max().filter(|&newest| Some(newest) != oldest) {
+            Some((_, newest)) => commit::wait(state, newest),
             None => {
                 commit::end_newest(state, now);
                 release(state, model, cache);

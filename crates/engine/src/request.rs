@@ -61,6 +61,15 @@ impl Sampling {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RequestId(pub u64);
 
+/// Who goes first. Speed only.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Priority {
+    #[default]
+    Foreground,
+    /// Waits behind every other request, yields its slot to one that would wait, and resumes where it stopped.
+    Background,
+}
+
 /// One reply that a client wants. Several choices are several requests that differ in their seed.
 ///
 /// Stop strings are not here: text is the business of the request's own task. It reads committed tokens, cuts the reply
@@ -88,6 +97,7 @@ pub struct Request {
     pub snapshot_at: Vec<Position>,
     /// Tokens of the reply that are given and not drawn.
     pub forcing: Option<Arc<Forcing>>,
+    pub priority: Priority,
 }
 
 impl Request {
@@ -104,6 +114,7 @@ impl Request {
             deadline: None,
             snapshot_at: Vec::new(),
             forcing: None,
+            priority: Priority::Foreground,
         }
     }
 }

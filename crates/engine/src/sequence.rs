@@ -10,8 +10,10 @@ use crate::copy::{CopyIndex, Text};
 use crate::depth::Acceptance;
 use crate::disk::worker::LoadId;
 use crate::forcing::Forced;
+use crate::limits::DRAFTS_MAX;
 use crate::model::{SequenceView, SlotIndex};
-use crate::request::{DraftSource, Position, ReplyStats, Request, RequestId};
+use crate::request::{DraftSource, Position, Priority, ReplyStats, Request, RequestId};
+use crate::state::Waiting;
 
 /// A request with a slot.
 pub struct Sequence {
@@ -22,6 +24,13 @@ pub struct Sequence {
     pub reply: Vec<TokenId>,
     // [0, computed) is held by the model; [computed, prompt + reply) is known and not yet run.
     pub computed: Position,
+    /// What is computed before the reply begins or goes on: the prompt, or all that a paused sequence knew but its
+    /// pending token.
+    pub fill: Arc<[TokenId]>,
+    /// Reply tokens that were there when the sequence was paused.
+    pub resumed_reply: u32,
+    /// The sequence gave its slot away and has another one.
+    pub was_paused: bool,
     /// Whether the kept prefixes were searched for this prompt.
     pub is_placed: bool,
     /// Positions inside the prompt where a state is wanted, ascending, all beyond `computed`.
@@ -62,16 +71,101 @@ pub struct Sequence {
 }
 
 impl Sequence {
-    pub fn prompt_length(&self) -> Position {
-        self.request.prompt.len() as Position
+    /// A request that was just given a slot.
+    pub fn new(waiting: Waiting, slot: SlotIndex, now: Time) -> Self {
+        let Waiting { id, request, sender, submitted } = waiting;
+        let forced = Forced::new(request.forcing.as_deref());
+        let mut given = Vec::new();
+        request.forcing.iter().for_each(|forcing| forced.given(forcing, &mut given));
+        let (prompt_tokens, queue) = (request.prompt.len() as u32, now.since(submitted));
+        Sequence {
+            id,
+            slot,
+            reply: Vec::with_capacity(request.max_tokens.min(4096) as usize),
+            computed: 0,
+            fill: request.prompt.clone(),
+            request,
+            resumed_reply: 0,
+            was_paused: false,
+            is_placed: false,
+            snapshot_at: Vec::new(),
+            kept_to: 0,
+            source: None,
+            follows: None,
+            load: None,
+            asked_disk: false,
+            waits: false,
+            forced,
+            given,
+            drafts: Vec::with_capacity(DRAFTS_MAX),
+            draft_source: DraftSource::Head,
+            confidence: Vec::with_capacity(DRAFTS_MAX),
+            copies: CopyIndex::default(),
+            copied: Vec::new(),
+            copy_class: 0,
+            copy_acceptance: Acceptance::default(),
+            passed_over: 0,
+            acceptance: Acceptance::default(),
+            started: now,
+            first_token: None,
+            stats: ReplyStats { prompt_tokens, queue, ..ReplyStats::default() },
+            sender,
+        }
+    }
+
+    /// Positions to compute before the reply begins or goes on.
+    pub fn fill_length(&self) -> Position {
+        self.fill.len() as Position
     }
 
     pub fn is_prefilling(&self) -> bool {
-        self.computed < self.prompt_length()
+        self.computed < self.fill_length()
     }
 
     pub fn prompt_rows_left(&self) -> u32 {
-        self.prompt_length().saturating_sub(self.computed)
+        self.fill_length().saturating_sub(self.computed)
+    }
+
+    /// Whether the row before the reply's next token is the last row of the fill.
+    pub fn begins_reply(&self) -> bool {
+        self.reply.is_empty()
+    }
+
+    /// Whether the prompt's rows are scored: once, and not again after a pause.
+    pub fn is_scored(&self) -> bool {
+        self.request.score_prompt && self.begins_reply()
+    }
+
+    /// Whether another slot can be found for this sequence later. Scored rows that were sent can't be taken back.
+    pub fn can_pause(&self) -> bool {
+        let is_half_scored = self.is_scored() && self.computed > 0;
+        self.request.priority == Priority::Background && !is_half_scored
+    }
+
+    /// Who yields: the greatest rank first.
+    pub fn rank(&self) -> (Priority, RequestId) {
+        (self.request.priority, self.id)
+    }
+
+    /// Forgets what the model holds, so that any slot can take the sequence up again.
+    pub fn pause(&mut self) {
+        self.resumed_reply = self.reply.len() as u32;
+        let known = self.request.prompt.iter().chain(&self.reply[..self.reply.len().saturating_sub(1)]);
+        self.fill = known.copied().collect();
+        self.computed = 0;
+        self.was_paused = true;
+        self.is_placed = false;
+        self.snapshot_at.clear();
+        self.kept_to = 0;
+        self.source = None;
+        self.follows = None;
+        self.load = None;
+        self.asked_disk = false;
+        self.waits = false;
+        self.drafts.clear();
+        self.confidence.clear();
+        self.copied.clear();
+        self.passed_over = 0;
     }
 
     /// Reply tokens that may still come.
@@ -110,11 +204,11 @@ impl Sequence {
 
     /// What must hold between rounds.
     pub fn check(&self) {
-        let prompt = self.prompt_length();
+        let prompt = self.request.prompt.len() as Position;
         let reply = self.reply.len() as u32;
         assert!(reply <= self.request.max_tokens, "more tokens than asked for");
         if self.is_prefilling() {
-            assert_eq!(reply, 0, "a reply before its prompt is computed");
+            assert_eq!(reply, self.resumed_reply, "a reply before its prompt is computed");
             assert!(self.drafts.is_empty(), "drafts before the prompt is computed");
             assert!(self.snapshot_at.first().is_none_or(|&at| at > self.computed), "a snapshot was missed");
         } else {

@@ -9,7 +9,7 @@ use crate::clock::Time;
 use crate::depth::Pace;
 use crate::limits::EngineLimits;
 use crate::model::{ModelLimits, SlotIndex};
-use crate::request::{FinishReason, Position, Request, RequestId};
+use crate::request::{FinishReason, Position, Priority, Request, RequestId};
 use crate::sequence::Sequence;
 use crate::slots::Slots;
 use crate::stats::EngineStats;
@@ -20,6 +20,16 @@ pub struct Waiting {
     pub request: Request,
     pub sender: Sender,
     pub submitted: Time,
+}
+
+/// Who gets the next free slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum NextUp {
+    Nobody,
+    /// The head of the queue.
+    Waiting,
+    /// The oldest paused sequence.
+    Paused,
 }
 
 /// A slot whose sequence has ended and that the model still has to empty.
@@ -54,8 +64,10 @@ pub struct State {
     pub draft_block: u32,
     /// In the order of admission.
     pub sequences: Vec<Sequence>,
-    /// First come, first served; nothing overtakes.
+    /// First come, first served; nothing overtakes, but the foreground is before the background.
     pub queue: VecDeque<Waiting>,
+    /// Sequences in the background that gave their slots away, the oldest first.
+    pub paused: VecDeque<Sequence>,
     pub slots: Slots,
     pub pace: Pace,
     pub stats: EngineStats,
@@ -73,6 +85,7 @@ impl State {
             draft_block: model.draft_block,
             sequences: Vec::with_capacity(limits.slots as usize),
             queue: VecDeque::new(),
+            paused: VecDeque::new(),
             slots: Slots::new(limits.slots),
             pace: Pace::default(),
             stats: EngineStats { slots: limits.slots, ..EngineStats::default() },
@@ -83,7 +96,7 @@ impl State {
     }
 
     pub fn is_idle(&self) -> bool {
-        self.sequences.is_empty() && self.queue.is_empty()
+        self.sequences.is_empty() && self.queue.is_empty() && self.paused.is_empty()
     }
 
     /// Whether something runs and all of it waits for a prefix from disk, or for another that does.
@@ -92,17 +105,31 @@ impl State {
         self.sequences.iter().any(|sequence| sequence.load.is_some()) && self.sequences.iter().all(is_held)
     }
 
-    /// Whether the head of the queue must wait for memory: what the running sequences need next and its prompt don't fit
+    /// Who gets the next free slot: the foreground, then what was paused, then the rest of the background.
+    pub fn next_up(&self) -> NextUp {
+        match (self.queue.front(), self.paused.is_empty()) {
+            (Some(head), _) if head.request.priority == Priority::Foreground => NextUp::Waiting,
+            (_, false) => NextUp::Paused,
+            (Some(_), true) => NextUp::Waiting,
+            (None, true) => NextUp::Nobody,
+        }
+    }
+
+    /// Whether the next in line must wait for memory: what the running sequences need next and its own rows don't fit
     /// together. Beside nothing it always fits.
     pub fn is_head_short_of_pages(&self) -> bool {
-        let Some(head) = self.queue.front() else { return false };
+        let length = match self.next_up() {
+            NextUp::Nobody => return false,
+            NextUp::Waiting => self.queue[0].request.prompt.len() as Position,
+            NextUp::Paused => self.paused[0].fill_length(),
+        };
         if self.sequences.is_empty() || self.keeping.page_count == 0 {
             return false;
         }
         let next = |length: Position| self.keeping.pages_for(length + 1 + self.draft_block);
         let running: u64 =
-            self.sequences.iter().map(|sequence| next(sequence.computed.max(sequence.prompt_length()))).sum();
-        running + next(head.request.prompt.len() as Position) > u64::from(self.keeping.page_count)
+            self.sequences.iter().map(|sequence| next(sequence.computed.max(sequence.fill_length()))).sum();
+        running + next(length) > u64::from(self.keeping.page_count)
     }
 
     /// The conservation laws. Cheap beside a forward, so they stay on.
@@ -118,11 +145,16 @@ impl State {
             sequence.check();
         }
         let is_served = self.slots.free_count() == 0 || self.is_head_short_of_pages();
-        assert!(self.queue.is_empty() || is_served, "a request waits beside a free slot and enough memory");
+        let is_waited = self.next_up() != NextUp::Nobody;
+        assert!(!is_waited || is_served, "a request waits beside a free slot and enough memory");
+        for sequence in &self.paused {
+            assert_eq!(sequence.computed, 0, "a paused sequence holds rows");
+            sequence.check();
+        }
         let stats = &self.stats;
         assert_eq!(
             stats.requests,
-            stats.completed + stats.broken_off + (self.sequences.len() + self.queue.len()) as u64,
+            stats.completed + stats.broken_off + (self.sequences.len() + self.paused.len() + self.queue.len()) as u64,
             "a request was lost or ended twice"
         );
         assert!(stats.accepted <= stats.drafted, "more accepted than drafted");

@@ -49,6 +49,8 @@ pub struct EngineStats {
     pub page_positions: u32,
     /// Times that a sequence waited a round for pages.
     pub page_waits: u64,
+    /// Times that a sequence in the background gave its slot away.
+    pub pauses: u64,
     pub queue_time: Duration,
     pub prefill_time: Duration,
     pub decode_time: Duration,

@@ -128,7 +128,8 @@ pub fn verify(state: &State, plan: &Plan, drawn: &Drawn, accepted: &mut Vec<Acce
             }
             None => {
                 let end = window.start + window.rows.len() as Position;
-                let is_last = end == sequence.prompt_length();
+                // After a pause the reply's pending token is there already.
+                let is_last = end == sequence.fill_length() && sequence.begins_reply();
                 let token_count_max = if is_last { sequence.remaining().min(1) } else { 0 };
                 let first_row = rows.len().saturating_sub(1);
                 let ends = &sequence.request.end_ids;

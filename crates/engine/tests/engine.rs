@@ -11,7 +11,7 @@ use tf_engine::round::{Scratch, run_round};
 use tf_engine::state::State;
 use tf_engine::testing::{Drafter, HistoryModel, HistoryOptions, HistorySnapshot};
 use tf_engine::{Batch, DraftPolicy, Engine, EngineHandle, EngineLimits, FinishReason, Reply, ReplyStats};
-use tf_engine::{Lifecycle, Request, StopReason, SubmitError, VirtualClock};
+use tf_engine::{Lifecycle, Priority, Request, StopReason, SubmitError, VirtualClock};
 
 const MODEL_LIMITS: ModelLimits =
     ModelLimits { vocab_size: 32, context: 256, slots: 2, round_rows: 16, draft_block: 5 };
@@ -260,5 +260,103 @@ fn a_broken_state_is_noticed() {
         break_it(&mut state);
         let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| state.check()));
         assert!(result.is_err(), "{name} went unnoticed");
+    }
+}
+
+fn background(request: Request) -> Request {
+    Request { priority: Priority::Background, ..request }
+}
+
+#[test]
+fn the_background_waits_yields_its_slot_and_resumes_where_it_stopped() {
+    let limits = ModelLimits { slots: 1, ..MODEL_LIMITS };
+    let options = || HistoryOptions { limits, ..options() };
+    let mut bench = Bench::new(options(), |limits| limits.prefix_cache_bytes = 1 << 20);
+    let slow = background(Request::greedy(&[1; 60], 40));
+    bench.submit(slow.clone());
+    for _ in 0..12 {
+        bench.round();
+    }
+    let before = bench.state.sequences[0].reply.clone();
+    assert!(before.len() > 2, "the reply has begun: {before:?}");
+    // Behind it another in the background, then two in the foreground: these go first, in their own order.
+    bench.submit(background(Request::greedy(&[2; 10], 3)));
+    bench.submit(Request::greedy(&[3; 10], 3));
+    bench.submit(Request::greedy(&[4; 10], 3));
+    let mut order = Vec::new();
+    let mut reply = Vec::new();
+    while !bench.state.is_idle() {
+        bench.round();
+        if let Some(sequence) = bench.state.sequences.first() {
+            order.push(sequence.id.0);
+            if sequence.id.0 == 0 {
+                assert!(sequence.reply.starts_with(&before), "the reply began anew");
+                reply.clone_from(&sequence.reply);
+            }
+        }
+    }
+    order.dedup();
+    assert_eq!(order, [2, 3, 0, 1]);
+    assert_eq!((bench.state.stats.pauses, bench.state.stats.completed), (1, 4));
+    assert_eq!(bench.state.stats.prompt_rows, 60 + 10 + 10 + 10, "rows of a paused reply were computed again");
+    let expected = tf_engine::testing::simulate::plain_reply(1, MODEL_LIMITS.vocab_size, &slow).0.tokens;
+    assert!(expected.starts_with(&reply) && reply.len() + 7 > expected.len(), "{reply:?}, alone it is {expected:?}");
+}
+
+#[test]
+fn a_scored_prompt_is_sent_once_and_never_given_up_halfway() {
+    let limits = ModelLimits { slots: 1, round_rows: 8, ..MODEL_LIMITS };
+    let mut bench = Bench::new(HistoryOptions { limits, ..options() }, |_| {});
+    let scored = Request { logprobs: Some(0), score_prompt: true, ..Request::greedy(&[1; 40], 30) };
+    bench.submit(background(scored));
+    bench.round();
+    bench.submit(Request::greedy(&[3; 10], 3));
+    bench.round();
+    assert_eq!(bench.state.stats.pauses, 0, "half of the prompt was scored");
+    while bench.state.stats.completed == 0 {
+        bench.round();
+    }
+    assert_eq!(bench.state.stats.pauses, 1, "its reply may wait");
+}
+
+#[test]
+fn prompts_in_the_foreground_go_first_and_the_background_is_not_starved() {
+    let limits = ModelLimits { slots: 3, round_rows: 4, context: 2000, ..MODEL_LIMITS };
+    let mut bench = Bench::new(HistoryOptions { limits, ..options() }, |limits| limits.draft.max = 0);
+    bench.submit(background(Request::greedy(&[1; 30], 1)));
+    bench.submit(Request::greedy(&[2; 1500], 1));
+    let (mut wait, mut longest_wait, mut rows) = (0, 0, 30);
+    for round in 0.. {
+        bench.round();
+        let Some(short) = bench.state.sequences.iter().find(|sequence| sequence.id.0 == 0) else { break };
+        assert!(round < 500, "the background is starved");
+        wait = if short.prompt_rows_left() == rows { wait + 1 } else { 0 };
+        rows = short.prompt_rows_left();
+        longest_wait = longest_wait.max(wait);
+    }
+    assert_eq!(longest_wait, 8, "it has the fewest rows left, and is passed over eight times at most");
+}
+
+#[test]
+fn replies_in_the_background_hold_up_no_prompt_of_the_foreground() {
+    let micro = Duration::from_micros;
+    let limits = ModelLimits { slots: 2, round_rows: 200, context: 1000, ..MODEL_LIMITS };
+    // A row takes a millisecond, the gap is ten: fewer than ten prompt rows fit beside a running reply.
+    for (is_background, expected) in [(false, 9..=10), (true, 199..=199)] {
+        let clock = VirtualClock::new();
+        let costs = Some((clock, micro(0), micro(1000), micro(0)));
+        let mut bench = Bench::new(HistoryOptions { limits, clock: costs, ..options() }, |limits| {
+            limits.draft.max = 0;
+            limits.decode_gap = Some(Duration::from_millis(10));
+        });
+        let running = Request::greedy(&[1; 20], 900);
+        bench.submit(if is_background { background(running) } else { running });
+        for _ in 0..5 {
+            bench.round();
+        }
+        bench.submit(Request::greedy(&[2; 800], 1));
+        bench.round();
+        let (prompt_rows, reply_rows) = bench.scratch.last_plan().row_counts();
+        assert!(reply_rows == 1 && expected.contains(&prompt_rows), "{prompt_rows} rows, background {is_background}");
     }
 }

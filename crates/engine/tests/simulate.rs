@@ -31,6 +31,7 @@ fn every_reply_is_what_it_is_alone() {
         ("accepted copies", total.copies_accepted),
         ("rejected copies", total.copies_rejected),
         ("known rows", total.known_rows),
+        ("sequences that gave their slots away", total.pauses),
         ("shared rounds", total.shared_rounds),
         ("prompt rows beside reply rows", total.mixed_rounds),
         ("prompts in pieces", total.cut_prompts),

@@ -179,6 +179,7 @@ pub fn submit(server: &Server, asked: Asked<'_>, prompts: Vec<PromptInput>) -> R
                 deadline: None,
                 snapshot_at: prompt.snapshot_at.clone(),
                 forcing: prompt.forcing.clone(),
+                priority: generation.priority,
             });
             let mut reading = prompt.reading.clone();
             reading.call_ids = reading.call_ids.of_choice(choice);

@@ -54,7 +54,7 @@ async fn wrong_chat_bodies_are_refused_by_field() {
         (json!({"modalities": ["audio"]}), "unsupported_parameter", "modalities"),
         (json!({"suffix": "x"}), "unsupported_parameter", "suffix"),
         (json!({"best_of": 2}), "unsupported_parameter", "best_of"),
-        (json!({"priority": "background"}), "unsupported_value", "priority"),
+        (json!({"priority": "urgent"}), "invalid_value", "priority"),
     ];
     for (fields, code, param) in cases {
         check(&server, "/v1/chat/completions", chat(fields), 400, code, Some(param)).await;

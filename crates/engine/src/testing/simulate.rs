@@ -18,7 +18,7 @@ use crate::limits::{DraftPolicy, EngineLimits};
 use crate::model::{Model, ModelLimits};
 use crate::prefix_cache::{CacheFault, PrefixCache};
 use crate::prefixes::{self, release};
-use crate::request::{DraftSource, FinishReason, Finished, Request, RequestId, Sampling};
+use crate::request::{DraftSource, FinishReason, Finished, Priority, Request, RequestId, Sampling};
 use crate::round::{Busy, Scratch, run_round};
 use crate::state::{State, Waiting};
 use crate::testing::disk::SimulatedDisk;
@@ -127,6 +127,8 @@ pub struct Report {
     pub copies_rejected: u64,
     /// Given tokens that shared a round with the token before them.
     pub known_rows: u64,
+    /// Sequences in the background that gave their slots away.
+    pub pauses: u64,
     /// Rounds that held windows of more than one sequence.
     pub shared_rounds: u64,
     /// Rounds that held prompt rows beside reply rows.
@@ -165,6 +167,7 @@ impl Report {
             (&mut self.copies_accepted, other.copies_accepted),
             (&mut self.copies_rejected, other.copies_rejected),
             (&mut self.known_rows, other.known_rows),
+            (&mut self.pauses, other.pauses),
             (&mut self.shared_rounds, other.shared_rounds),
             (&mut self.mixed_rounds, other.mixed_rounds),
             (&mut self.cut_prompts, other.cut_prompts),
@@ -365,6 +368,7 @@ fn request(schedule: &mut Schedule) -> (Request, ReplyRecord, FinishReason) {
         deadline,
         snapshot_at,
         forcing: random.one_in(3).then(|| forcing(random, vocab_size).into()),
+        priority: random.pick(&[Priority::Foreground, Priority::Foreground, Priority::Background]),
     };
     let (expected, reason) = plain_reply(schedule.model.seed, vocab_size, &request);
     schedule.told.push(request.prompt.iter().chain(&expected.tokens).copied().collect());
@@ -644,6 +648,7 @@ impl Life {
         report.copies_accepted += copies.accepted;
         report.copies_rejected += copies.drafted - copies.accepted;
         report.known_rows += stats.known_rows;
+        report.pauses += stats.pauses;
         let disk = self.cache.shelf.as_ref().map(Shelf::stats).unwrap_or_default();
         report.disk_writes += disk.writes;
         report.disk_hits += disk.hits;

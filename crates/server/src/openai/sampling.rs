@@ -1,6 +1,6 @@
 //! The fields that chat and completions share: how tokens are drawn, where a reply ends, how it is sent.
 
-use tf_engine::Sampling;
+use tf_engine::{Priority, Sampling};
 use tf_text::TokenId;
 use tf_text::fields::{BodyError, Code, Field, Fields};
 use tf_text::json::Value;
@@ -31,6 +31,7 @@ pub struct Generation {
     pub continuous_usage: bool,
     pub draft: bool,
     pub return_token_ids: bool,
+    pub priority: Priority,
 }
 
 /// What the server allows and assumes.
@@ -103,7 +104,6 @@ pub fn generation(fields: &Fields<'_>, rules: &Rules) -> Result<Generation, Body
     };
     // 64 bits in either reading: clients send signed and unsigned seeds.
     let seed = integer("seed", i64::MIN.into()..=u64::MAX.into())?;
-    check_priority(fields)?;
     let generation = Generation {
         sampling,
         seed: seed.map(|value| value as u64),
@@ -122,6 +122,7 @@ pub fn generation(fields: &Fields<'_>, rules: &Rules) -> Result<Generation, Body
         continuous_usage: option("continuous_usage_stats")?,
         draft: boolean("draft")?.unwrap_or(true),
         return_token_ids: boolean("return_token_ids")?.unwrap_or(false),
+        priority: priority(fields)?,
     };
     if let Some(field) = fields.get("best_of") {
         let best_of = field.integer(0..=i64::MAX.into())?;
@@ -168,15 +169,14 @@ fn is_harmless(key: &str, value: &Value) -> bool {
     }
 }
 
-fn check_priority(fields: &Fields<'_>) -> Result<(), BodyError> {
-    let Some(field) = fields.get("priority") else { return Ok(()) };
+fn priority(fields: &Fields<'_>) -> Result<Priority, BodyError> {
+    let Some(field) = fields.get("priority") else { return Ok(Priority::Foreground) };
     match field.value() {
         // Numbers are what other servers take; here the queue is first come, first served.
-        Value::Number(_) => field.integer(i64::MIN.into()..=i64::MAX.into()).map(|_| ()),
-        Value::String(text) if text == "background" => {
-            Err(field.error(Code::UnsupportedValue, "priority \"background\" is not built yet; leave it out"))
-        }
-        _ => Err(field.wrong_value("\"background\" or an integer")),
+        Value::Number(_) => field.integer(i64::MIN.into()..=i64::MAX.into()).map(|_| Priority::Foreground),
+        Value::String(text) if text == "background" => Ok(Priority::Background),
+        Value::String(text) if text == "foreground" => Ok(Priority::Foreground),
+        _ => Err(field.wrong_value("\"background\", \"foreground\" or an integer")),
     }
 }
 
@@ -274,7 +274,8 @@ mod tests {
             (r#"{"stream_options": {"include_usage": 1}}"#, "invalid_type", "stream_options.include_usage"),
             (r#"{"draft": 0}"#, "invalid_type", "draft"),
             (r#"{"best_of": 3}"#, "unsupported_parameter", "best_of"),
-            (r#"{"priority": "background"}"#, "unsupported_value", "priority"),
+            (r#"{"priority": "urgent"}"#, "invalid_value", "priority"),
+            (r#"{"priority": true}"#, "invalid_value", "priority"),
             (r#"{"functions": [{}]}"#, "unsupported_parameter", "functions"),
             (r#"{"modalities": ["text", "audio"]}"#, "unsupported_parameter", "modalities"),
             (r#"{"guided_json": {}}"#, "unsupported_parameter", "guided_json"),
