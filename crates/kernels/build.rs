@@ -29,7 +29,8 @@ fn main() -> io::Result<()> {
         if embedded == 0 {
             without.push(program.as_str());
         }
-        writeln!(texts, "    ({program:?}, include_str!({:?})),", path.display().to_string()).map_err(io::Error::other)?;
+        writeln!(texts, "    ({program:?}, include_str!({:?})),", path.display().to_string())
+            .map_err(io::Error::other)?;
     }
     if !without.is_empty() {
         println!(
@@ -42,7 +43,8 @@ fn main() -> io::Result<()> {
     let mut headers = String::new();
     for (name, _) in &includes {
         let path = families.join("shared").join(name);
-        writeln!(headers, "    ({name:?}, include_str!({:?})),", path.display().to_string()).map_err(io::Error::other)?;
+        writeln!(headers, "    ({name:?}, include_str!({:?})),", path.display().to_string())
+            .map_err(io::Error::other)?;
     }
     let tables = format!(
         "static CUBINS: &[Cubin] = &[\n{cubins}];\nstatic SOURCES: &[(&str, &str)] = &[\n{texts}];\n\

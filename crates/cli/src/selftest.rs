@@ -7,7 +7,7 @@ use serde_json::json;
 use sha2::{Digest, Sha256};
 use tf_device::Device;
 use tf_model::deepseek_v41::Fault;
-use tf_model::deepseek_v41::laws::{LAWS, Law, Subject};
+use tf_model::deepseek_v41::laws::{Extent, LAWS, Law, Subject};
 use tf_model::deepseek_v41::load::Weights;
 
 use crate::arguments::{Arguments, Mistakes};
@@ -43,7 +43,7 @@ pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failu
     .map_err(|error| Failure::run_time(error.to_string()))?;
     let mut subject = Subject::new(checked.shape.clone(), weights, checked.hash.clone(), options.clone(), &tokens)
         .map_err(Failure::run_time)?;
-    subject.is_quick = arguments.is_on("quick");
+    subject.extent = if arguments.is_on("quick") { Extent::Quick } else { Extent::Full };
 
     let is_json = arguments.is_on("json");
     let mut total = Sha256::new();

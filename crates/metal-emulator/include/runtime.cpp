@@ -17,7 +17,7 @@
 namespace msl {
 
 enum State : unsigned { READY, AT_SIMDGROUP, AT_THREADGROUP, DONE };
-constexpr size_t PAGE = 4096, ARENA = size_t(256) << 20, STACK = 64 * 1024;
+constexpr size_t PAGE = 4096, ARENA = size_t(256) << 20, STACK = 64 * 1024, KEPT = size_t(16) << 20;
 constexpr int STACK_END = 0xe7;
 constexpr unsigned THREADS_MAX = 1024, ARRAYS_MAX = 64, BUFFERS_MAX = 31;
 
@@ -56,7 +56,7 @@ static int buffers[BUFFERS_MAX], arrays[ARRAYS_MAX], arguments[BUFFERS_MAX];
 static Thread threads[THREADS_MAX];
 static Exchange exchanges[THREADS_MAX / 32];
 static unsigned simd_waiting[THREADS_MAX / 32], simd_size[THREADS_MAX / 32], simd_epoch[THREADS_MAX / 32];
-static unsigned simd_done[THREADS_MAX / 32];
+static unsigned simd_done[THREADS_MAX / 32], simd_site[THREADS_MAX / 32];
 static unsigned thread_count, waiting, done;
 static char *stacks;
 static void *main_stack_pointer;
@@ -124,8 +124,10 @@ static uint32_t random_next() {
 
 static Thread *choose(unsigned after) {
     unsigned i = request->order == 2 ? random_next() % thread_count : after;
+    const bool down = request->order == 1;
     for (unsigned k = 0; k < thread_count; k++) {
-        i = request->order == 1 ? (i + thread_count - 1) % thread_count : (i + 1) % thread_count;
+        if (down) i = i ? i - 1 : thread_count - 1;
+        else i = i + 1 < thread_count ? i + 1 : 0;
         if (threads[i].state == READY) return &threads[i];
     }
     return nullptr;
@@ -184,12 +186,14 @@ extern "C" unsigned tf_meet_simdgroup(unsigned site, bool orders_memory) {
     if (simd_done[group]) {
         fail("divergent SIMD-group operation: line %u is reached after another lane has returned", site / 1024);
     }
-    for (unsigned i = group * 32; i < group * 32 + size; i++) {
-        if (threads[i].state == AT_SIMDGROUP && threads[i].site != site) {
-            fail("divergent SIMD-group operation: line %u is reached here, line %u by lane %u of the same group",
-                site / 1024, threads[i].site / 1024, i & 31);
-        }
+    // Who waits is at one site, that of the first to arrive.
+    if (simd_waiting[group] && simd_site[group] != site) {
+        unsigned i = group * 32;
+        while (threads[i].state != AT_SIMDGROUP) i++;
+        fail("divergent SIMD-group operation: line %u is reached here, line %u by lane %u of the same group", site / 1024,
+            threads[i].site / 1024, i & 31);
     }
+    simd_site[group] = site;
     me->site = site;
     me->state = AT_SIMDGROUP;
     if (++simd_waiting[group] == size) {
@@ -434,7 +438,8 @@ extern "C" __attribute__((visibility("default"))) void tf_reset() {
     }
     const size_t used = size_t(arena_next - arena);
     mprotect(arena, used, PROT_NONE);
-    madvise(arena, used, MADV_DONTNEED);
+    // Every byte is written before it is seen again, so a small launch's pages may stay.
+    if (used > KEPT) madvise(arena, used, MADV_DONTNEED);
     memset(page_region, 0, used / PAGE + 1);
     regions.clear();
     arena_next = arena + PAGE;

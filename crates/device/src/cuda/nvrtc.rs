@@ -21,9 +21,11 @@ pub fn is_present() -> bool {
 pub fn compile(texts: &[(&str, String)], target: &str) -> Result<Vec<u8>, String> {
     let _one = ONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     if !is_present() {
-        return Err("this build embeds no code for it and the machine has no NVRTC (libnvrtc.so); `cargo xtask cubins` \
+        return Err(
+            "this build embeds no code for it and the machine has no NVRTC (libnvrtc.so); `cargo xtask cubins` \
                     makes the code, then build again"
-            .to_owned());
+                .to_owned(),
+        );
     }
     let c_string = |text: &str| CString::new(text).map_err(|_| "a source holds a NUL byte".to_owned());
     let named = |(name, text): &(&str, String)| Ok::<_, String>((c_string(name)?, c_string(text)?));

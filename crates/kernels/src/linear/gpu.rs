@@ -28,7 +28,7 @@ pub(crate) fn finish_metal(
     }
     queue.launch(Launch {
         program: &QUANTISE,
-        entry: "quantise",
+        entry: "quantise_in_place",
         bindings: &mut [Binding::Write(out)],
         shape: ShapeBytes::new().uint(rows).uint(columns).bytes(),
         groups: groups_of(rows * columns.div_ceil(BLOCK)),

@@ -47,7 +47,13 @@ fn cuda(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
         match weights.dtype() {
             Dtype::F32 => cuda::run_f32(queue, x, weights.buffer(), [rows, weight_rows, columns], product.out, finish)?,
             Dtype::Bf16 => {
-                bf16.push(cuda::Product { codes: weights.buffer(), scales: None, weight_rows, out: product.out, finish });
+                bf16.push(cuda::Product {
+                    codes: weights.buffer(),
+                    scales: None,
+                    weight_rows,
+                    out: product.out,
+                    finish,
+                });
             }
         }
     }

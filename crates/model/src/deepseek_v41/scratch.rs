@@ -1,5 +1,6 @@
 //! The activations of one round: every buffer that the layers write, sized once for the largest round.
 
+use tf_device::gpu::Backend;
 use tf_device::{Buffer, Device, LaunchError, Queue};
 use tf_kernels::{attention, hyper, kv_compress, kv_store};
 
@@ -61,6 +62,9 @@ pub(super) struct Scratch {
 
 /// Index scores are computed in tiles of this many floats at least.
 const SCORE_FLOATS: usize = 1 << 16;
+/// On a GPU, for this many rows at a time where that is no more than `GPU_SCORE_FLOATS`.
+const GPU_TILE_ROWS: usize = 128;
+const GPU_SCORE_FLOATS: usize = 1 << 24;
 
 impl Scratch {
     /// # Errors
@@ -77,9 +81,18 @@ impl Scratch {
         let row = |width: usize| floats(rows * width);
         let words = |width: usize| Buffer::zeroed_of::<u32>(device, rows * width);
         let hidden = shape.hidden_size;
-        let backbone = attention_shape(shape, 0, shape.index_topk, 0);
-        let block = attention_shape(shape, 0, 0, shape.dspark_block_size);
-        let attention = attention::scratch_floats(backbone, threads).max(attention::scratch_floats(block, threads));
+        let attention =
+            [attention_shape(shape, 0, shape.index_topk, 0), attention_shape(shape, 0, 0, shape.dspark_block_size)]
+                .map(|shape| match device.backend() {
+                    None => attention::scratch_floats(shape, threads),
+                    Some(Backend::Cuda) => attention::gpu_scratch_floats(shape, rows.min(GPU_TILE_ROWS)),
+                    Some(Backend::Metal) => 0,
+                });
+        let scores = context.next_multiple_of(16);
+        let scores = match device.backend() {
+            None => scores.max(SCORE_FLOATS),
+            Some(_) => scores.max((scores * rows.min(GPU_TILE_ROWS)).min(GPU_SCORE_FLOATS)),
+        };
         let experts = shape.n_routed_experts.max(shape.dspark_n_routed_experts);
         let picks = shape.num_experts_per_tok.max(shape.dspark_num_experts_per_tok);
         Ok(Scratch {
@@ -96,7 +109,7 @@ impl Scratch {
             q: row(shape.query_width())?,
             k: row(shape.head_dim)?,
             records: Buffer::zeroed(device, rows * kv_store::record_bytes(shape.head_dim))?,
-            attention: floats(attention)?,
+            attention: floats(attention[0].max(attention[1]))?,
             o: row(shape.query_width())?,
             z: row(shape.o_groups * shape.o_lora_rank)?,
             raw: row(kv_compress::raw_columns(shape.head_dim, 2))?,
@@ -104,7 +117,7 @@ impl Scratch {
             index_keys: row(shape.index_head_dim)?,
             index_queries: row(shape.index_n_heads * shape.index_head_dim)?,
             index_weights: row(shape.index_n_heads)?,
-            index_scores: floats(context.next_multiple_of(16).max(SCORE_FLOATS))?,
+            index_scores: floats(scores)?,
             selected: words(shape.index_topk)?,
             selected_counts: words(1)?,
             blocks: words(shape.candidate_topk_blocks)?,

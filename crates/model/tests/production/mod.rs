@@ -27,15 +27,24 @@ pub struct Case {
 impl Case {
     /// The checkpoint as the laws take it.
     pub fn subject(&self) -> Subject {
+        self.subject_on(&Device::cpu())
+    }
+
+    /// As [`Case::subject`], with the weights on `device`.
+    pub fn subject_on(&self, device: &Device) -> Subject {
         let shape = Shape::from_config(&self.checkpoint.config().expect("a configuration")).expect("a known shape");
         let hash = EngramHash::new(&shape, self.token_map.clone()).expect("the map fits");
-        let weights = Weights::load(Arc::clone(&self.checkpoint), &shape, &Device::cpu(), 1, &|_| {});
+        let weights = Weights::load(Arc::clone(&self.checkpoint), &shape, device, 1, &|_| {});
         let weights = weights.expect("the checkpoint loads");
         Subject::new(shape, weights, hash, Options::default(), &self.tokens).expect("the laws apply")
     }
 
     pub fn load(&self, options: Options) -> DeepseekV41 {
-        tf_model::load(Arc::clone(&self.checkpoint), self.token_map.clone(), options, &|_| {})
+        self.load_on(&Device::cpu(), options)
+    }
+
+    pub fn load_on(&self, device: &Device, options: Options) -> DeepseekV41 {
+        tf_model::load_on(device, Arc::clone(&self.checkpoint), self.token_map.clone(), options, &|_| {})
             .expect("the checkpoint loads")
     }
 }

@@ -89,7 +89,8 @@ fn random_weight(device: &Device, case: &Case, random: &mut Random) -> Result<(W
     }
     let blocks = columns.div_ceil(32);
     let codes: Vec<u8> = (0..rows * columns).map(|_| random.e4m3()).collect();
-    let scale = |random: &mut Random| if random.below(40) == 0 { 3 + random.below(132) } else { 112 + random.below(12) };
+    let scale =
+        |random: &mut Random| if random.below(40) == 0 { 3 + random.below(132) } else { 112 + random.below(12) };
     let scales: Vec<u8> = (0..rows.div_ceil(32) * blocks).map(|_| scale(random) as u8).collect();
     let packed = linear_fp8::Weights::pack(device, &codes, &scales, rows, columns)?;
     let weights = in_parallel(rows, |row| -> Vec<u16> {
@@ -159,8 +160,7 @@ pub fn check(device: &Device, queue: &mut Queue, case: &Case) -> Result<Tally> {
     let (rows, columns) = (case.weight_rows, case.columns);
     let mut random = Random(rows as u64 * 31 + columns as u64);
     let (weights, values) = random_weight(device, case, &mut random)?;
-    let pool: Vec<Vec<u16>> =
-        (0..case.pool).map(|index| pool_row(index, case.groups * columns, &mut random)).collect();
+    let pool: Vec<Vec<u16>> = (0..case.pool).map(|index| pool_row(index, case.groups * columns, &mut random)).collect();
     let (group_rows, length) = (rows / case.groups, chunk(case.format, columns));
     // [weight row][pool row]
     let exact: Vec<Vec<f32>> = in_parallel(rows, |row| -> Vec<f32> {

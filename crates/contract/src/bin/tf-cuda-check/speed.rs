@@ -129,9 +129,8 @@ impl Timer<'_> {
             let indices: Vec<u32> = (0..rows as u32).collect();
             let mut outs = [(finish, Buffer::zeroed_of::<f32>(self.device, rows * weight_rows)?)];
             let calls = if rows > 64 || case.format == Format::Head { 4 } else { copies.max(16) };
-            let measured = self.time(calls, |queue, call| {
-                launch(queue, case, &weights[call % copies], &x, &indices, &mut outs)
-            })?;
+            let measured =
+                self.time(calls, |queue, call| launch(queue, case, &weights[call % copies], &x, &indices, &mut outs))?;
             let operations = 2.0 * (rows * weight_rows * columns) as f64;
             self.report(case.name, rows, bytes as f64, operations, measured);
         }

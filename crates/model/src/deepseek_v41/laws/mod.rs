@@ -30,8 +30,27 @@ pub struct Subject {
     tokens: Vec<u32>,
     vocab: u32,
     halo_prompt: usize,
-    /// Fewer cases a law.
-    pub is_quick: bool,
+    pub extent: Extent,
+}
+
+/// How many cases each law has.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Extent {
+    /// Few rows: for devices that are emulated.
+    Least,
+    Quick,
+    #[default]
+    Full,
+}
+
+impl Extent {
+    fn pick<T>(self, least: T, quick: T, full: T) -> T {
+        match self {
+            Extent::Least => least,
+            Extent::Quick => quick,
+            Extent::Full => full,
+        }
+    }
 }
 
 /// A model of a subject; gives the weights back when it is dropped.
@@ -69,7 +88,7 @@ impl Subject {
         let tokens =
             (0..needed).map(|index| (tokens[index % tokens.len()] + (index / tokens.len()) as u32) % vocab).collect();
         let parts = RefCell::new(Some((shape, weights, hash)));
-        Ok(Subject { parts, options, tokens, vocab, halo_prompt, is_quick: false })
+        Ok(Subject { parts, options, tokens, vocab, halo_prompt, extent: Extent::Full })
     }
 
     /// A model with these options; one at a time.
@@ -177,28 +196,62 @@ pub struct Law {
     pub run: fn(&Subject, Fault) -> Result<Evidence, String>,
     /// Planted faults that must turn it red.
     pub faults: &'static [Fault],
+    /// Whether it says nothing about a GPU.
+    pub cpu_only: bool,
 }
 
 /// All laws that one device can show.
 pub const LAWS: &[Law] = &[
-    Law { id: "L0", title: "a row in company = the row alone", run: company, faults: &[Fault::RowCount] },
+    Law {
+        id: "L0",
+        title: "a row in company = the row alone",
+        run: company,
+        faults: &[Fault::RowCount],
+        cpu_only: false,
+    },
     Law {
         id: "L1",
         title: "drafted = undrafted",
         run: drafted,
         faults: &[Fault::StaleRing, Fault::StaleTokens, Fault::RowCount, Fault::PairRowLost],
+        cpu_only: false,
     },
     Law {
         id: "L1",
         title: "rejected drafts leave no trace",
         run: rejected,
         faults: &[Fault::StaleRing, Fault::StaleTokens, Fault::PairRowLost, Fault::DraftWrites, Fault::RowCount],
+        cpu_only: false,
     },
-    Law { id: "L2", title: "draws in company = draws alone", run: drawn_together, faults: &[Fault::RowCount] },
-    Law { id: "L3", title: "resumed = fresh", run: resumed, faults: &[Fault::SnapshotShort, Fault::SharedPage] },
-    Law { id: "L4", title: "any split = whole", run: any_split, faults: &[Fault::PairRowLost, Fault::RowCount] },
-    Law { id: "L4", title: "the halo skips rows and no bits", run: halo, faults: &[Fault::HaloShort] },
-    Law { id: "L5", title: "every CPU level and thread count", run: processors, faults: &[Fault::Threads] },
+    Law {
+        id: "L2",
+        title: "draws in company = draws alone",
+        run: drawn_together,
+        faults: &[Fault::RowCount],
+        cpu_only: false,
+    },
+    Law {
+        id: "L3",
+        title: "resumed = fresh",
+        run: resumed,
+        faults: &[Fault::SnapshotShort, Fault::SharedPage],
+        cpu_only: false,
+    },
+    Law {
+        id: "L4",
+        title: "any split = whole",
+        run: any_split,
+        faults: &[Fault::PairRowLost, Fault::RowCount],
+        cpu_only: false,
+    },
+    Law { id: "L4", title: "the halo skips rows and no bits", run: halo, faults: &[Fault::HaloShort], cpu_only: false },
+    Law {
+        id: "L5",
+        title: "every CPU level and thread count",
+        run: processors,
+        faults: &[Fault::Threads],
+        cpu_only: true,
+    },
 ];
 
 fn sampled(seed: u64) -> Sampling {
@@ -212,11 +265,11 @@ fn samplings() -> [Sampling; 3] {
 
 /// One token at a time = chunks of 3, 7 and 64 = whole.
 fn any_split(subject: &Subject, fault: Fault) -> Result<Evidence, String> {
-    let tokens = &subject.tokens[..if subject.is_quick { 70 } else { 150 }];
+    let tokens = &subject.tokens[..subject.extent.pick(40, 70, 150)];
     let mut evidence = Evidence::new();
     let mut model = subject.plain(fault)?;
     let whole = feed_all(&mut model, 0, 0, tokens, tokens.len())?;
-    for chunk in [64, 7, 3, 1] {
+    for &chunk in subject.extent.pick(&[7, 1][..], &[64, 7, 3, 1], &[64, 7, 3, 1]) {
         model.release(SlotIndex(0));
         let rows = feed_all(&mut model, 0, 0, tokens, chunk)?;
         equal(&format!("chunks of {chunk}"), &rows, &whole)?;
@@ -230,9 +283,10 @@ fn any_split(subject: &Subject, fault: Fault) -> Result<Evidence, String> {
 fn company(subject: &Subject, fault: Fault) -> Result<Evidence, String> {
     let mut evidence = Evidence::new();
     let mut model = subject.plain(fault)?;
-    for count in [2usize, 3, 8] {
+    for &count in subject.extent.pick(&[2usize, 4][..], &[2, 3, 8], &[2, 3, 8]) {
+        let length = subject.extent.pick(20, 40, 40);
         let sequences: Vec<&[u32]> =
-            (0..count).map(|index| &subject.tokens[13 * index..13 * index + 40 + 7 * (index % 3)]).collect();
+            (0..count).map(|index| &subject.tokens[13 * index..13 * index + length + 7 * (index % 3)]).collect();
         let mut wanted: Vec<Vec<RowBits>> = Vec::new();
         for tokens in &sequences {
             wanted.push(feed_all(&mut model, 0, 0, tokens, 1)?);
@@ -327,9 +381,8 @@ fn halo(subject: &Subject, fault: Fault) -> Result<Evidence, String> {
     if skipped != 0 {
         return Err(format!("{skipped} rows were skipped without the halo"));
     }
-    let chunks: &[usize] = if subject.is_quick { &[50] } else { &[prompt.len(), 50, 7] };
-    for chunk in chunks {
-        let (rows, skipped) = run(true, *chunk)?;
+    for chunk in subject.extent.pick(vec![50], vec![50], vec![prompt.len(), 50, 7]) {
+        let (rows, skipped) = run(true, chunk)?;
         equal(&format!("halo, chunks of {chunk}"), &rows, &wanted)?;
         evidence.count("rows skipped in a layer", skipped);
     }
@@ -339,7 +392,7 @@ fn halo(subject: &Subject, fault: Fault) -> Result<Evidence, String> {
 
 /// Verify windows whose drafts are kept up to the first wrong one = plain decode; drafting between them changes nothing.
 fn rejected(subject: &Subject, fault: Fault) -> Result<Evidence, String> {
-    let tokens = &subject.tokens[..120];
+    let tokens = &subject.tokens[..subject.extent.pick(60, 120, 120)];
     let mut evidence = Evidence::new();
     let mut model = subject.plain(fault)?;
     let wanted = feed_all(&mut model, 0, 0, tokens, 1)?;
@@ -370,13 +423,14 @@ fn rejected(subject: &Subject, fault: Fault) -> Result<Evidence, String> {
 
 /// A slot restored from a snapshot goes on as the sequence itself does, also beside the one it was taken from.
 fn resumed(subject: &Subject, fault: Fault) -> Result<Evidence, String> {
-    let tokens = &subject.tokens[..200];
+    let tokens = &subject.tokens[..subject.extent.pick(80, 200, 200)];
+    let end = tokens.len() as u32;
     let mut evidence = Evidence::new();
     let mut model = subject.plain(fault)?;
     let wanted = feed_all(&mut model, 0, 0, tokens, tokens.len())?;
     model.release(SlotIndex(0));
     let lengths: &[usize] =
-        if subject.is_quick { &[17, 128] } else { &[1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 130, 163] };
+        subject.extent.pick(&[33], &[17, 128], &[1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 130, 163]);
     for &length in lengths {
         feed_prompt(&mut model, 0, &tokens[..length], 50)?;
         let snapshot = model.snapshot(SlotIndex(0), length as u32);
@@ -387,7 +441,7 @@ fn resumed(subject: &Subject, fault: Fault) -> Result<Evidence, String> {
         model.restore(SlotIndex(5), &snapshot);
         let rows = feed_all(&mut model, 3, length as u32, &tokens[length..], 9)?;
         equal(&format!("resumed at {length}"), &rows, &wanted[length..])?;
-        let drafts = head_drafts(&mut model, 3, 9, 200, &Sampling::greedy(), 5)?.tokens;
+        let drafts = head_drafts(&mut model, 3, 9, end, &Sampling::greedy(), 5)?.tokens;
         // The original goes on after the first copy wrote, and before the second does.
         let further = feed_all(&mut model, 0, length as u32 + 20, &tokens[..10], 1)?;
         let again = feed_all(&mut model, 5, length as u32, &other[..20], 3)?;
@@ -398,7 +452,7 @@ fn resumed(subject: &Subject, fault: Fault) -> Result<Evidence, String> {
             model.release(SlotIndex(slot));
         }
         feed_all(&mut model, 0, 0, tokens, 64)?;
-        if head_drafts(&mut model, 0, 9, 200, &Sampling::greedy(), 5)?.tokens != drafts {
+        if head_drafts(&mut model, 0, 9, end, &Sampling::greedy(), 5)?.tokens != drafts {
             return Err(format!("resumed at {length}: other drafts"));
         }
         model.release(SlotIndex(0));
@@ -410,8 +464,8 @@ fn resumed(subject: &Subject, fault: Fault) -> Result<Evidence, String> {
 
 /// A drafted reply = the plain one, greedy and sampled, tokens and log-probabilities.
 fn drafted(subject: &Subject, fault: Fault) -> Result<Evidence, String> {
-    let prompt = &subject.tokens[..45];
-    let count = if subject.is_quick { 24 } else { 48 };
+    let prompt = &subject.tokens[..subject.extent.pick(20, 45, 45)];
+    let count = subject.extent.pick(12, 24, 48);
     let mut evidence = Evidence::new();
     let mut model = subject.plain(fault)?;
     for sampling in samplings() {
@@ -427,7 +481,7 @@ fn drafted(subject: &Subject, fault: Fault) -> Result<Evidence, String> {
             (Drafter::Head, false, false),
         ];
         for (drafter, accepts, rejects) in drafters {
-            for chunk in [64, 8] {
+            for &chunk in subject.extent.pick(&[8][..], &[64, 8], &[64, 8]) {
                 let drafted = reply(&mut model, prompt, count, &sampling, drafter, chunk)?;
                 drafted.same(&plain).map_err(|difference| format!("{sampling:?}: {difference}"))?;
                 if accepts && drafted.accepted == 0 || rejects && drafted.rejected == 0 {
