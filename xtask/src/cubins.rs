@@ -229,8 +229,14 @@ impl Job<'_> {
     }
 }
 
-/// Compiles all, prints one line a kernel for sm_90a, and fails on a spill or a breached limit.
-pub fn run() -> Result<()> {
+/// Compiles all, for the wanted architectures or for every one, prints one line a kernel for sm_90a, and fails on a spill or
+/// a breached limit.
+pub fn run(wanted: &[String]) -> Result<()> {
+    let chosen = |name: &str| wanted.is_empty() || wanted.iter().any(|wanted| wanted == name);
+    if let Some(unknown) = wanted.iter().find(|wanted| ARCHITECTURES.iter().all(|(name, ..)| name != wanted)) {
+        let known: Vec<&str> = ARCHITECTURES.iter().map(|(name, ..)| *name).collect();
+        bail!("no architecture is called {unknown}; known are {}", known.join(", "));
+    }
     let sources = sources()?;
     if sources.is_empty() {
         bail!("there is no CUDA source");
@@ -244,18 +250,20 @@ pub fn run() -> Result<()> {
     let mut jobs = Vec::new();
     for (program, source) in &sources {
         let key = cubin_key::key(&includes, &fs::read_to_string(source)?);
-        for (architecture, ..) in ARCHITECTURES {
+        for (architecture, ..) in ARCHITECTURES.iter().filter(|(name, ..)| chosen(name)) {
             let cubin = out.join(format!("{program}.sm_{architecture}.{key}.cubin.z"));
             jobs.push(Job { program, source, architecture, cubin });
         }
     }
     let logs = compile_all(&jobs, &nvrtc, &include)?;
-    remove_old(&out, &jobs)?;
+    if wanted.is_empty() {
+        remove_old(&out, &jobs)?;
+    }
     let (mut kernels, mut problems) = (0, Vec::new());
     for (job, log) in jobs.iter().zip(logs) {
         kernels += judge(job, &log, &mut problems);
     }
-    println!("{} sources, {kernels} kernels over {} architectures", sources.len(), ARCHITECTURES.len());
+    println!("{} sources, {kernels} kernels over {} architectures", sources.len(), jobs.len() / sources.len());
     if !problems.is_empty() {
         bail!("{}", problems.join("\n"));
     }

@@ -16,7 +16,7 @@ cargo xtask TASK
 
   check          everything that must hold: format, lints, tests, contract, form, licences
   tidy           form of the tree only: dependency arrows, unsafe, environment, words, sizes
-  cubins         compiles the CUDA sources for every architecture, without a GPU
+  cubins [90a ..]  compiles the CUDA sources for every architecture, or these, without a GPU
   notices        rewrites THIRD-PARTY.md
   gen            rewrites the generated pages in docs/reference
   aarch64        runs the number and kernel tests for 64-bit Arm under user-mode emulation (Debian, x86-64)
@@ -28,7 +28,7 @@ fn main() -> ExitCode {
     let result = match task.as_str() {
         "check" => check::run(),
         "tidy" => tidy::run(),
-        "cubins" => cubins::run(),
+        "cubins" => cubins::run(&std::env::args().skip(2).collect::<Vec<_>>()),
         "gen" => check::generate(),
         "notices" => notices::run(),
         "aarch64" => aarch64::run(),

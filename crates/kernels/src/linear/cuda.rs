@@ -91,7 +91,7 @@ impl Format {
                 &[(10, 12, "linear_fp8_apart_10"), (8, 16, "linear_fp8_apart_8"), (1, 16, "linear_fp8_apart_any")]
             }
             (Format::Bf16, Fold::Together) => {
-                &[(10, 8, "linear_bf16_10"), (5, 16, "linear_bf16_5"), (1, 16, "linear_bf16_any")]
+                &[(10, 8, "linear_bf16_10"), (1, 16, "linear_bf16_any")]
             }
             (Format::Bf16, Fold::Cluster) => &[(10, 8, "linear_bf16_cluster_10"), (1, 16, "linear_bf16_cluster_any")],
             (Format::Bf16, Fold::Apart) => &[(10, 8, "linear_bf16_apart_10"), (1, 16, "linear_bf16_apart_any")],

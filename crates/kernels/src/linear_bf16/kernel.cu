@@ -20,7 +20,6 @@ struct Bf16 {
         slab_linear<Bf16, depth, whole, fold>(LINEAR_ARGS); \
     }
 LINEAR(linear_bf16_10, 256, 10, true, TOGETHER)
-LINEAR(linear_bf16_5, 512, 5, true, TOGETHER)
 LINEAR(linear_bf16_any, 512, 4, false, TOGETHER)
 LINEAR(linear_bf16_cluster_10, 256, 10, true, CLUSTER)
 LINEAR(linear_bf16_cluster_any, 512, 4, false, CLUSTER)

@@ -175,12 +175,18 @@ __device__ __forceinline__ void experts(const ExpertArgs& args) {
                             continue;
                         }
                         // This block's codes are in registers; the next one's leave the ring while this one is computed.
-                        const uint4 codes = next_codes;
-                        const u32 word = next_word;
+                        uint4 codes = next_codes;
+                        u32 word = next_word;
                         wait_for_copy_groups<WHOLE ? DEPTH - 2 : 0>();
-                        const int slot = i + 1 == DEPTH || (!WHOLE && block + i + 1 >= chunk_blocks) ? 0 : i + 1;
-                        next_codes = *(const uint4*)(ring + slot * SLOT + lane * 16);
-                        next_word = *(const u32*)(ring + slot * SLOT + 512 + lane * 4);
+                        if (WHOLE) {
+                            const int slot = i + 1 == DEPTH ? 0 : i + 1;
+                            next_codes = *(const uint4*)(ring + slot * SLOT + lane * 16);
+                            next_word = *(const u32*)(ring + slot * SLOT + 512 + lane * 4);
+                        } else {
+                            // The next block may be of another unit and belong into this very slot, so nothing is read ahead.
+                            codes = *(const uint4*)(ring + i * SLOT + lane * 16);
+                            word = *(const u32*)(ring + i * SLOT + 512 + lane * 4);
+                        }
                         const uint4 b0 = *(const uint4*)input, b1 = *(const uint4*)(input + rows * 64);
                         // Bytes: rows g and g + 8 of the first 32 columns, then of the second.
                         const u32 f0 = power_pair_of<0>(word, 126), f1 = power_pair_of<1>(word, 126);

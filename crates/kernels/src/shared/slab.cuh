@@ -58,23 +58,40 @@ __device__ __forceinline__ int staged_stride(int blocks) { return blocks * 64 + 
 
 // Columns [32 * from, 32 * (from + count)) of every row into shared memory. Rows that no one asked for stay as they are: a
 // column of the product depends on its own row only.
+template <int PIECES>
 __device__ __forceinline__ void stage_inputs(const LinearArgs& args, char* staged, int from, int count) {
     const LinearShape& shape = args.shape;
-    if (shape.x_is_bf16) {
+    if (PIECES == 0 || shape.x_is_bf16) {
         const u16* x = (const u16*)args.x + from * 32;
         for (int row = 0; row < shape.rows; row++, x += shape.x_stride, staged += staged_stride(count))
             for (int part = threadIdx.x; part < count * 4; part += blockDim.x) copy_async_16(staged + part * 16, x + part * 8);
         wait_for_copies();
         return;
     }
-    const float* x = (const float*)args.x + from * 32;
-    for (int row = 0; row < shape.rows; row++, x += shape.x_stride, staged += staged_stride(count)) {
-#pragma unroll 2
-        for (int part = threadIdx.x; part < count * 4; part += blockDim.x) {
-            const float4 low = *(const float4*)(x + part * 8), high = *(const float4*)(x + part * 8 + 4);
-            *(uint4*)(staged + part * 16) =
-                make_uint4(bf16_pair(low.x, low.y), bf16_pair(low.z, low.w), bf16_pair(high.x, high.y), bf16_pair(high.z, high.w));
+    // PIECES of a thread at a time, so that their loads overlap; 0 where inputs are always bf16.
+    constexpr int ROOM = PIECES > 0 ? PIECES : 1;
+    const float* const x = (const float*)args.x + from * 32;
+    const int parts = count * 4, stride = staged_stride(count);
+    int row = 0, part = threadIdx.x;
+    while (row < shape.rows) {
+        float4 low[ROOM], high[ROOM];
+        char* to[ROOM];
+#pragma unroll
+        for (int i = 0; i < ROOM; i++) {
+            while (part >= parts) part -= parts, row++;
+            to[i] = nullptr;
+            if (row < shape.rows) {
+                const float* at = x + (size_t)row * shape.x_stride + part * 8;
+                low[i] = *(const float4*)at, high[i] = *(const float4*)(at + 4);
+                to[i] = staged + row * stride + part * 16;
+            }
+            part += blockDim.x;
         }
+#pragma unroll
+        for (int i = 0; i < ROOM; i++)
+            if (to[i])
+                *(uint4*)to[i] = make_uint4(bf16_pair(low[i].x, low[i].y), bf16_pair(low[i].z, low[i].w),
+                                            bf16_pair(high[i].x, high[i].y), bf16_pair(high[i].z, high[i].w));
     }
 }
 
@@ -233,7 +250,9 @@ __device__ __forceinline__ void slab_linear(const LinearArgs& args) {
             if (shape.phases > 1 || round == 0) {
                 __syncthreads();
                 const int count = staged_blocks / shape.phases;
-                stage_inputs(args, staged, group * shape.blocks + staged_first + phase * count, count);
+                // As many as the registers beside the ring take.
+                constexpr int PIECES = Format::ARGMAX ? 0 : DEPTH * VECTORS >= 16 || DEPTH == 9 ? 3 : VECTORS == 2 ? 1 : 2;
+                stage_inputs<PIECES>(args, staged, group * shape.blocks + staged_first + phase * count, count);
                 __syncthreads();
             }
             if (index >= mine) continue;
