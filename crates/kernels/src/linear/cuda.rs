@@ -90,9 +90,7 @@ impl Format {
             (Format::Fp8, Fold::Apart) => {
                 &[(10, 12, "linear_fp8_apart_10"), (8, 16, "linear_fp8_apart_8"), (1, 16, "linear_fp8_apart_any")]
             }
-            (Format::Bf16, Fold::Together) => {
-                &[(10, 8, "linear_bf16_10"), (1, 16, "linear_bf16_any")]
-            }
+            (Format::Bf16, Fold::Together) => &[(10, 8, "linear_bf16_10"), (1, 16, "linear_bf16_any")],
             (Format::Bf16, Fold::Cluster) => &[(10, 8, "linear_bf16_cluster_10"), (1, 16, "linear_bf16_cluster_any")],
             (Format::Bf16, Fold::Apart) => &[(10, 8, "linear_bf16_apart_10"), (1, 16, "linear_bf16_apart_any")],
             (Format::Head, _) => &[(4, 16, "lm_head_4"), (1, 16, "lm_head_any")],
@@ -123,6 +121,7 @@ pub(crate) struct Chip {
 }
 
 impl Chip {
+    /// The figures of a device with these limits.
     pub fn of(limits: &GpuLimits) -> Chip {
         let digits = limits.target.trim_end_matches(|c: char| c.is_ascii_lowercase());
         Chip {

@@ -14,7 +14,7 @@ const POOL: usize = 32;
 const LIMIT: f32 = 10.0;
 
 #[derive(Clone, Copy)]
-pub struct Sizes {
+pub(crate) struct Sizes {
     pub name: &'static str,
     pub hidden: usize,
     pub intermediate: usize,
@@ -22,7 +22,7 @@ pub struct Sizes {
 }
 
 /// The release's with few experts, those of the two small checkpoints, and odd ones.
-pub const SIZES: [Sizes; 4] = [
+pub(crate) const SIZES: [Sizes; 4] = [
     Sizes { name: "experts", hidden: 5120, intermediate: 2304, experts: 6 },
     Sizes { name: "experts, demo", hidden: 160, intermediate: 64, experts: 16 },
     Sizes { name: "experts, tiny", hidden: 128, intermediate: 64, experts: 8 },
@@ -32,7 +32,7 @@ pub const SIZES: [Sizes; 4] = [
 /// The three matrices of an expert, dequantised: w1, w3 `[intermediate, hidden]`, w2 `[hidden, intermediate]`.
 type Matrices = [Vec<u16>; 3];
 
-pub struct Mixture {
+pub(crate) struct Mixture {
     pub sizes: Sizes,
     pub weights: moe_experts::Weights,
     /// The routed experts, then the shared one.
@@ -100,7 +100,7 @@ fn activate(gate: f32, up: f32, weight: Option<f32>) -> f32 {
 }
 
 impl Mixture {
-    pub fn random(device: &Device, sizes: Sizes) -> Result<Mixture> {
+    pub(crate) fn random(device: &Device, sizes: Sizes) -> Result<Mixture> {
         let mut random = Random(sizes.hidden as u64);
         let (mut experts, mut matrices) = (Vec::new(), Vec::new());
         for _ in 0..sizes.experts {
@@ -153,7 +153,7 @@ impl Mixture {
         picks.map(|id| id as u32)
     }
 
-    pub fn run(
+    pub(crate) fn run(
         &self,
         device: &Device,
         queue: &mut Queue,
@@ -186,7 +186,7 @@ impl Mixture {
     }
 
     /// Every output of every row count and routing against the emulator.
-    pub fn check(&self, device: &Device, queue: &mut Queue, row_counts: &[usize]) -> Result<Tally> {
+    pub(crate) fn check(&self, device: &Device, queue: &mut Queue, row_counts: &[usize]) -> Result<Tally> {
         let mirror = self.mirror();
         let (hidden, experts) = (self.sizes.hidden, self.sizes.experts);
         let mut tally = Tally::default();
@@ -211,7 +211,7 @@ impl Mixture {
     }
 
     /// Every row of a long launch against the same row launched alone.
-    pub fn check_long(&self, device: &Device, queue: &mut Queue, row_counts: &[usize]) -> Result<Tally> {
+    pub(crate) fn check_long(&self, device: &Device, queue: &mut Queue, row_counts: &[usize]) -> Result<Tally> {
         let hidden = self.sizes.hidden;
         let mut tally = Tally::default();
         let alone: Vec<Vec<f32>> = (0..POOL)

@@ -10,10 +10,10 @@ use tf_numerics::{bf16, fma16, fp8, qdq};
 
 use crate::random::{Random, Tally, in_parallel, pool_row};
 
-pub const ROW_COUNTS: [usize; 15] = [1, 2, 3, 5, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33, 71];
+pub(crate) const ROW_COUNTS: [usize; 15] = [1, 2, 3, 5, 6, 7, 8, 9, 15, 16, 17, 31, 32, 33, 71];
 
 #[derive(Clone, Copy)]
-pub struct Case {
+pub(crate) struct Case {
     pub name: &'static str,
     pub format: Format,
     pub weight_rows: usize,
@@ -27,7 +27,7 @@ pub struct Case {
 
 /// The release's shapes, those of the two small checkpoints, and odd ones: a last chunk that is shorter, padded rows and
 /// columns, groups whose rows fill no slab.
-pub fn cases() -> Vec<Case> {
+pub(crate) fn cases() -> Vec<Case> {
     let case = |name, format, weight_rows, columns, groups| Case {
         name,
         format,
@@ -73,7 +73,7 @@ pub fn cases() -> Vec<Case> {
     ]
 }
 
-pub enum Weights {
+pub(crate) enum Weights {
     Fp8(linear_fp8::Weights),
     Bf16(linear_bf16::Weights),
 }
@@ -105,7 +105,7 @@ fn random_weight(device: &Device, case: &Case, random: &mut Random) -> Result<(W
 }
 
 /// Launches as the model does: FP8 and bf16 with these finishes, one product each; the head with chosen rows.
-pub fn launch(
+pub(crate) fn launch(
     queue: &mut Queue,
     case: &Case,
     weights: &Weights,
@@ -156,7 +156,7 @@ fn wide(rows: &[Vec<u16>], chosen: &[usize]) -> Vec<f32> {
 }
 
 /// Every output of every row count against the emulator.
-pub fn check(device: &Device, queue: &mut Queue, case: &Case) -> Result<Tally> {
+pub(crate) fn check(device: &Device, queue: &mut Queue, case: &Case) -> Result<Tally> {
     let (rows, columns) = (case.weight_rows, case.columns);
     let mut random = Random(rows as u64 * 31 + columns as u64);
     let (weights, values) = random_weight(device, case, &mut random)?;
@@ -203,7 +203,7 @@ pub fn check(device: &Device, queue: &mut Queue, case: &Case) -> Result<Tally> {
 }
 
 /// Every row of a long launch against the same row launched alone.
-pub fn check_long(device: &Device, queue: &mut Queue, case: &Case, row_counts: &[usize]) -> Result<Tally> {
+pub(crate) fn check_long(device: &Device, queue: &mut Queue, case: &Case, row_counts: &[usize]) -> Result<Tally> {
     let (rows, columns) = (case.weight_rows, case.columns);
     let mut random = Random(rows as u64 * 37 + columns as u64);
     let (weights, _) = random_weight(device, case, &mut random)?;

@@ -18,7 +18,7 @@ const COPY: f64 = 4.3e6;
 const READ: f64 = 4.657e6;
 const OPERATIONS: f64 = 790e6;
 
-pub struct Timer<'a> {
+pub(crate) struct Timer<'a> {
     pub device: &'a Device,
     pub queue: &'a mut Queue,
     pub gpu: Gpu,
@@ -96,13 +96,13 @@ impl Timer<'_> {
         }));
     }
 
-    pub fn heading(&self) {
+    pub(crate) fn heading(&self) {
         println!("| op | rows | us | spread | GB/s | TFLOP/s | floor us | of floor |");
         println!("| --- | --- | --- | --- | --- | --- | --- | --- |");
     }
 
     /// Copies of the weight beyond four times the second-level cache, in turn.
-    pub fn linear(&mut self, case: &Case, row_counts: &[usize]) -> Result<()> {
+    pub(crate) fn linear(&mut self, case: &Case, row_counts: &[usize]) -> Result<()> {
         let Case { weight_rows, columns, groups, .. } = *case;
         let bytes = match case.format {
             Format::Fp8 => {
@@ -138,7 +138,7 @@ impl Timer<'_> {
     }
 
     /// The release's layer: 384 experts, 6 picks, the shared expert; random routings in turn.
-    pub fn experts(&mut self, row_counts: &[usize]) -> Result<()> {
+    pub(crate) fn experts(&mut self, row_counts: &[usize]) -> Result<()> {
         let (hidden, intermediate, count, picks) = (5120, 2304, 384, 6);
         let lengths = moe_experts::pack_cuda::packed_len(hidden, intermediate);
         let mut parts = Vec::new();
