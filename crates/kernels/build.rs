@@ -69,9 +69,24 @@ fn embed(cubins: &mut String, folder: &Path, program: &str, key: &str) -> io::Re
     }
     found.sort();
     for (target, path) in &found {
-        let path = path.canonicalize()?.display().to_string();
-        writeln!(cubins, "    Cubin {{ program: {program:?}, target: {target:?}, bytes: include_bytes!({path:?}) }},")
+        // The compiler's log lies beside the cubin.
+        let log = fs::read_to_string(path.with_extension("log")).unwrap_or_default();
+        let mut kernels = String::new();
+        for (name, figures) in cubin_key::resources(&log) {
+            let cubin_key::Resources { registers, stack_bytes, spill_bytes, shared_bytes } = figures;
+            write!(
+                kernels,
+                "Figures {{ kernel: {name:?}, registers: {registers}, stack_bytes: {stack_bytes}, \
+                 spill_bytes: {spill_bytes}, shared_bytes: {shared_bytes} }}, "
+            )
             .map_err(io::Error::other)?;
+        }
+        let path = path.canonicalize()?.display().to_string();
+        writeln!(
+            cubins,
+            "    Cubin {{ program: {program:?}, target: {target:?}, bytes: include_bytes!({path:?}), kernels: &[{kernels}] }},"
+        )
+        .map_err(io::Error::other)?;
     }
     Ok(found.len())
 }

@@ -56,3 +56,38 @@ pub fn includes(families: &std::path::Path) -> std::io::Result<Vec<(String, Stri
     found.sort();
     Ok(found)
 }
+
+/// What the compiler says of one kernel.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Resources {
+    pub registers: u64,
+    pub stack_bytes: u64,
+    pub spill_bytes: u64,
+    pub shared_bytes: u64,
+}
+
+/// Reads the compiler's log: a line names the kernel, later lines give its figures.
+pub fn resources(log: &str) -> std::collections::BTreeMap<String, Resources> {
+    fn before(line: &str, word: &str) -> Option<u64> {
+        let head = &line[..line.find(word)?];
+        head.split(|c: char| !c.is_ascii_digit()).rfind(|part| !part.is_empty())?.parse().ok()
+    }
+    let mut kernels = std::collections::BTreeMap::<String, Resources>::new();
+    let mut current = None;
+    for line in log.lines() {
+        if let Some(rest) = line.split("Compiling entry function '").nth(1) {
+            current = rest.split('\'').next().map(str::to_string);
+        }
+        let Some(name) = &current else { continue };
+        let kernel = kernels.entry(name.clone()).or_default();
+        if let Some(bytes) = before(line, " bytes stack frame") {
+            kernel.stack_bytes = bytes;
+            kernel.spill_bytes = before(line, " bytes spill stores").unwrap_or(0);
+        }
+        if line.contains("Used ") {
+            kernel.registers = before(line, " registers").unwrap_or(0);
+            kernel.shared_bytes = before(line, " bytes smem").unwrap_or(0);
+        }
+    }
+    kernels
+}

@@ -4,7 +4,7 @@
 //! Cubins go to `target/cubins/`, compressed and named after their sources' key; a build with the `cuda` feature embeds those
 //! whose key is that of its own sources. They are never committed.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -18,6 +18,7 @@ use crate::check::root;
 
 #[path = "../../crates/kernels/cubin_key.rs"]
 mod cubin_key;
+use cubin_key::resources;
 
 /// One version for everything that ships: register counts and SASS belong to it.
 const WHEELS: &[&str] = &[
@@ -129,41 +130,6 @@ impl Nvrtc {
         call!(self, "nvrtcDestroyProgram", (*mut Program), (&mut program))?;
         Ok(Compiled { cubin, log })
     }
-}
-
-/// What the compiler says of one kernel.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Resources {
-    pub registers: u64,
-    pub stack_bytes: u64,
-    pub spill_bytes: u64,
-    pub shared_bytes: u64,
-}
-
-/// Reads the compiler's log: a line names the kernel, later lines give its figures.
-pub fn resources(log: &str) -> BTreeMap<String, Resources> {
-    fn before(line: &str, word: &str) -> Option<u64> {
-        let head = &line[..line.find(word)?];
-        head.split(|c: char| !c.is_ascii_digit()).rfind(|part| !part.is_empty())?.parse().ok()
-    }
-    let mut kernels: BTreeMap<String, Resources> = BTreeMap::new();
-    let mut current = None;
-    for line in log.lines() {
-        if let Some(rest) = line.split("Compiling entry function '").nth(1) {
-            current = rest.split('\'').next().map(str::to_string);
-        }
-        let Some(name) = &current else { continue };
-        let kernel = kernels.entry(name.clone()).or_default();
-        if let Some(bytes) = before(line, " bytes stack frame") {
-            kernel.stack_bytes = bytes;
-            kernel.spill_bytes = before(line, " bytes spill stores").unwrap_or(0);
-        }
-        if line.contains("Used ") {
-            kernel.registers = before(line, " registers").unwrap_or(0);
-            kernel.shared_bytes = before(line, " bytes smem").unwrap_or(0);
-        }
-    }
-    kernels
 }
 
 /// Every CUDA source below the kernel families, by program.
@@ -336,6 +302,7 @@ fn judge(job: &Job<'_>, log: &str, problems: &mut Vec<String>) -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use cubin_key::Resources;
 
     #[test]
     fn a_spill_in_the_compilers_log_is_seen() {

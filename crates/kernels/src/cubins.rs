@@ -10,6 +10,22 @@ struct Cubin {
     program: &'static str,
     target: &'static str,
     bytes: &'static [u8],
+    kernels: &'static [Figures],
+}
+
+/// What the compiler says of one kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Figures {
+    /// The entry's name.
+    pub kernel: &'static str,
+    /// Of a thread.
+    pub registers: u32,
+    /// Of a thread.
+    pub stack_bytes: u32,
+    /// Of a thread: stores.
+    pub spill_bytes: u32,
+    /// Declared by the kernel, for a block.
+    pub shared_bytes: u32,
 }
 
 include!(concat!(env!("OUT_DIR"), "/cubins.rs"));
@@ -44,6 +60,18 @@ pub fn targets() -> Vec<&'static str> {
     targets.sort_unstable();
     targets.dedup();
     targets
+}
+
+/// The compiler's figures of every embedded kernel: program, target, figures.
+pub fn figures() -> impl Iterator<Item = (&'static str, &'static str, &'static Figures)> {
+    CUBINS.iter().flat_map(|cubin| cubin.kernels.iter().map(|figures| (cubin.program, cubin.target, figures)))
+}
+
+/// The program whose source is `text`, or, for a text that several include, those.
+pub fn programs_of(text: &str) -> Vec<&'static str> {
+    let name = HEADERS.iter().find(|(_, header)| *header == text).map(|(name, _)| *name);
+    let uses = |source: &str| source == text || name.is_some_and(|name| source.contains(&format!("\"{name}\"")));
+    SOURCES.iter().filter(|(_, source)| uses(source)).map(|(program, _)| *program).collect()
 }
 
 /// The text of a program's source.
@@ -93,6 +121,8 @@ mod tests {
         for cubin in CUBINS {
             let whole = embedded(cubin.program, cubin.target).expect("it is listed").expect("decompresses");
             assert!(whole.starts_with(b"\x7fELF"), "{} for sm_{}", cubin.program, cubin.target);
+            assert!(cubin.kernels.iter().all(|kernel| kernel.registers > 0), "{}", cubin.program);
+            assert!(!cubin.kernels.is_empty(), "{} for sm_{} has no figures", cubin.program, cubin.target);
         }
         assert!(find("no such family", "90a").is_none());
         assert!(source("linear_fp8").is_some_and(|text| text.contains("slab.cuh")));

@@ -5,11 +5,25 @@ use super::{CudaError, Gpu, Kernel, Module, Parameter, Shape};
 use crate::gpu::{Argument, Backend, Block, Call, Driver, GpuDevice, GpuLimits, Program, Span};
 use crate::{Device, LaunchError};
 use cudarc::driver::sys;
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The cubin of a program for a compiler target (`90a`), where the build has one.
-pub type Cubins = fn(program: &str, target: &str) -> Option<&'static [u8]>;
+type Cubins = Box<dyn Fn(&str, &str) -> Option<&'static [u8]> + Send + Sync>;
+
+/// The most threads and dynamic shared bytes that launches asked for, by program and entry.
+pub type Asked = Arc<Mutex<BTreeMap<(&'static str, &'static str), (u32, u32)>>>;
+
+/// A device that is tried: less of it than there is, so that launches are cut otherwise, and a record of them.
+#[derive(Clone, Debug, Default)]
+pub struct Trial {
+    /// Multiprocessors at most.
+    pub units: Option<u32>,
+    /// Shared memory of a block at most.
+    pub shared_bytes: Option<u32>,
+    /// Where launches are recorded.
+    pub asked: Option<Asked>,
+}
 
 /// Writes up to this size go through pinned memory and are not waited for.
 const STAGED_BYTES_MAX: usize = 64 << 10;
@@ -18,18 +32,36 @@ const STAGED_BYTES_MAX: usize = 64 << 10;
 ///
 /// # Errors
 /// As [`Gpu::open`].
-pub fn device(ordinal: usize, cubins: Cubins) -> Result<Device, CudaError> {
+pub fn device(
+    ordinal: usize,
+    cubins: impl Fn(&str, &str) -> Option<&'static [u8]> + Send + Sync + 'static,
+) -> Result<Device, CudaError> {
+    device_on_trial(ordinal, cubins, Trial::default())
+}
+
+/// As [`device`], on trial.
+///
+/// # Errors
+/// As [`Gpu::open`].
+pub fn device_on_trial(
+    ordinal: usize,
+    cubins: impl Fn(&str, &str) -> Option<&'static [u8]> + Send + Sync + 'static,
+    trial: Trial,
+) -> Result<Device, CudaError> {
     let gpu = Gpu::open(ordinal)?;
+    let at_most = |most: Option<u32>, value: u32| most.map_or(value, |most| most.min(value));
     let limits = GpuLimits {
         threads_max: 1024,
-        shared_bytes_max: gpu.shared_bytes_max as u32,
+        shared_bytes_max: at_most(trial.shared_bytes, gpu.shared_bytes_max as u32),
         buffers_max: 256,
-        units: gpu.multiprocessors as u32,
+        units: at_most(trial.units, gpu.multiprocessors as u32),
         memory_bytes: gpu.memory_bytes,
         target: gpu.target(),
     };
     let staging = Mutex::new(Staging::new(&gpu)?);
-    let driver = CudaDriver { gpu, limits, cubins, modules: Mutex::default(), kernels: Mutex::default(), staging };
+    let (cubins, asked) = (Box::new(cubins), trial.asked);
+    let (modules, kernels) = (Mutex::default(), Mutex::default());
+    let driver = CudaDriver { gpu, limits, cubins, asked, modules, kernels, staging };
     Ok(Device::Gpu(GpuDevice::new(Arc::new(driver))))
 }
 
@@ -37,6 +69,7 @@ struct CudaDriver {
     gpu: Gpu,
     limits: GpuLimits,
     cubins: Cubins,
+    asked: Option<Asked>,
     modules: Mutex<HashMap<&'static str, Arc<Module>>>,
     /// By the program's address, which is static, and the entry.
     kernels: Mutex<HashMap<(usize, &'static str), Kernel>>,
@@ -151,6 +184,11 @@ impl Driver for CudaDriver {
 
     fn launch(&self, call: &Call<'_>) -> Result<(), LaunchError> {
         let kernel = self.kernel(call.program, call.entry)?;
+        if let Some(asked) = &self.asked {
+            let mut asked = locked(asked);
+            let most = asked.entry((call.program.name, call.entry)).or_default();
+            *most = (most.0.max(call.threads), most.1.max(call.shared_bytes));
+        }
         let mut staging = locked(&self.staging);
         let slices = call.arguments.iter().filter_map(|argument| match argument {
             Argument::Bytes(bytes) => Some(*bytes),

@@ -17,7 +17,7 @@ pub mod nvrtc;
 mod staging;
 
 pub use buffer::GpuBuffer;
-pub use driver::{Cubins, device};
+pub use driver::{Asked, Trial, device, device_on_trial};
 pub use error::CudaError;
 pub use gpu::Gpu;
 pub use graph::{Event, Graph};

@@ -90,7 +90,13 @@ impl Tally {
     }
 
     /// Rows of outputs side by side; `place` gets row and column.
-    pub(crate) fn add_rows(&mut self, found: &[f32], expected: &[f32], width: usize, place: impl Fn(usize, usize) -> String) {
+    pub(crate) fn add_rows(
+        &mut self,
+        found: &[f32],
+        expected: &[f32],
+        width: usize,
+        place: impl Fn(usize, usize) -> String,
+    ) {
         for (index, (found, expected)) in found.iter().zip(expected).enumerate() {
             self.add(*found, *expected, || place(index / width, index % width));
         }
