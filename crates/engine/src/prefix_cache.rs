@@ -4,7 +4,7 @@
 //! own place in that order, and every step compares tokens: there is no hash that could collide. One budget in bytes
 //! holds for all; the least valuable prefix goes first. Knows no device and no request.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::ops::Bound;
 use std::sync::Arc;
 
@@ -88,8 +88,8 @@ pub struct PrefixCache<S> {
     budget: u64,
     page_bytes: u64,
     kept: BTreeMap<Arc<[TokenId]>, Kept<S>>,
-    /// How many prefixes hold each page.
-    pages: HashMap<u32, u32>,
+    /// How many prefixes hold each page, by its number.
+    pages: Vec<u32>,
     bytes: u64,
     /// Searches so far: the clock of recency.
     searches: u64,
@@ -106,7 +106,7 @@ impl<S: Clone> PrefixCache<S> {
             budget,
             page_bytes,
             kept: BTreeMap::new(),
-            pages: HashMap::new(),
+            pages: Vec::new(),
             bytes: 0,
             searches: 0,
             evictions: 0,
@@ -144,7 +144,7 @@ impl<S: Clone> PrefixCache<S> {
 
     /// Pages that kept prefixes hold, each once.
     pub fn held_pages(&self) -> impl Iterator<Item = u32> + '_ {
-        self.pages.keys().copied()
+        (0..).zip(&self.pages).filter(|(_, holders)| **holders > 0).map(|(page, _)| page)
     }
 
     /// Whether exactly this prefix is kept with a state that any row may follow.
@@ -218,7 +218,7 @@ impl<S: Clone> PrefixCache<S> {
             }
         }
         for &page in &keeping.pages {
-            let holders = self.pages.entry(page).or_insert(0);
+            let holders = holders_of(&mut self.pages, page);
             self.bytes += if *holders == 0 { self.page_bytes } else { 0 };
             *holders += 1;
         }
@@ -315,10 +315,9 @@ impl<S: Clone> PrefixCache<S> {
         let kept = self.kept.remove(prefix)?;
         self.bytes -= kept.keeping.bytes + token_bytes(prefix);
         for page in &kept.keeping.pages {
-            let Some(holders) = self.pages.get_mut(page) else { continue };
+            let holders = holders_of(&mut self.pages, *page);
             *holders -= 1;
             if *holders == 0 {
-                self.pages.remove(page);
                 self.bytes -= self.page_bytes;
             }
         }
@@ -330,17 +329,24 @@ impl<S: Clone> PrefixCache<S> {
     /// # Panics
     /// When a figure is wrong or the budget doesn't hold.
     pub fn check(&self) {
-        let mut pages: HashMap<u32, u32> = HashMap::new();
+        let mut pages = vec![0; self.pages.len()];
         let mut bytes = 0;
         for (key, kept) in &self.kept {
             bytes += kept.keeping.bytes + token_bytes(key);
-            kept.keeping.pages.iter().for_each(|&page| *pages.entry(page).or_insert(0) += 1);
+            kept.keeping.pages.iter().for_each(|&page| *holders_of(&mut pages, page) += 1);
         }
-        bytes += pages.len() as u64 * self.page_bytes;
+        bytes += pages.iter().filter(|holders| **holders > 0).count() as u64 * self.page_bytes;
         assert_eq!(pages, self.pages, "a page of a kept prefix was lost or counted twice");
         assert_eq!(bytes, self.bytes, "bytes of kept prefixes don't add up");
         assert!(self.bytes <= self.budget, "kept prefixes take {} of {} bytes", self.bytes, self.budget);
     }
+}
+
+/// The count of a page's holders; pages are numbered from 0, so the list is as long as the largest number seen.
+fn holders_of(pages: &mut Vec<u32>, page: u32) -> &mut u32 {
+    let index = page as usize;
+    pages.resize(pages.len().max(index + 1), 0);
+    &mut pages[index]
 }
 
 fn token_bytes(prefix: &[TokenId]) -> u64 {

@@ -46,6 +46,9 @@ pub fn report(config: &ServerConfig, engine: &EngineHandle) -> Value {
     let (limits, stats) = (engine.limits(), engine.stats());
     let mut report = json!({
         "schema_version": 1, "context_length": limits.context,
+        "disk_cache": {
+            "budget_bytes": stats.disk.budget_bytes, "used_bytes": stats.disk.bytes, "entries": stats.disk.files,
+        },
         "prefix_cache": {
             "budget_bytes": limits.prefix_cache_bytes, "used_bytes": stats.prefix_bytes, "entries": stats.prefixes,
             "evictions": stats.prefix_evictions

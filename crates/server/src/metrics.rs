@@ -341,6 +341,7 @@ fn disk_figures(page: &mut Page, disk: &DiskStats) {
     let table = [
         ("disk_cache_files", "gauge", "Prefixes on disk.", disk.files),
         ("disk_cache_bytes", "gauge", "What they take.", disk.bytes),
+        ("disk_cache_budget_bytes", "gauge", "What they may take; 0 without --cache-dir.", disk.budget_bytes),
         ("disk_cache_hits_total", "counter", "Prompts that resumed from a file.", disk.hits),
         ("disk_cache_loads_total", "counter", "Prefixes that were read.", disk.loads),
         ("disk_cache_writes_total", "counter", "Prefixes that were written.", disk.writes),

@@ -15,10 +15,12 @@ const MAGIC: [u8; 8] = *b"TFKEPT\r\n";
 const VERSION: u32 = 1;
 /// Bytes before the tokens.
 pub const FIXED_BYTES: usize = 80;
+/// Bytes of a checksum.
 pub const CHECKSUM_BYTES: usize = 32;
 const EXTENSION: &str = ".tfkept";
 const PARTIAL: &str = ".partial";
 
+/// SHA-256.
 pub type Checksum = [u8; CHECKSUM_BYTES];
 
 /// Names a file of a directory; later files have larger numbers.
@@ -26,6 +28,7 @@ pub type Checksum = [u8; CHECKSUM_BYTES];
 pub struct FileId(pub u64);
 
 impl FileId {
+    /// The name of a finished file.
     pub fn name(self) -> String {
         format!("{:016x}{EXTENSION}", self.0)
     }
@@ -64,6 +67,7 @@ pub struct Header {
 }
 
 impl Header {
+    /// Bytes before the state, the header's checksum included.
     pub fn header_bytes(token_count: usize) -> u64 {
         (FIXED_BYTES + CHECKSUM_BYTES) as u64 + 4 * token_count as u64
     }
@@ -80,6 +84,7 @@ impl Header {
         u64::from(self.state_bytes) + u64::from(self.page_count) * u64::from(self.page_bytes)
     }
 
+    /// Bytes of the whole file.
     pub fn file_bytes(&self) -> u64 {
         Self::header_bytes(self.tokens.len()) + self.body_bytes() + CHECKSUM_BYTES as u64
     }

@@ -73,9 +73,11 @@ pub enum Refusal {
 }
 
 impl Refusal {
+    /// All reasons, in the order in which they are counted.
     pub const ALL: [Refusal; 5] =
         [Refusal::Foreign, Refusal::Stale, Refusal::Damaged, Refusal::Orphan, Refusal::Unreadable];
 
+    /// The reason as metrics and logs say it.
     pub fn name(self) -> &'static str {
         match self {
             Refusal::Foreign => "foreign",
@@ -104,11 +106,12 @@ pub enum DiskEvent {
 /// Where events go.
 pub type Report = Box<dyn FnMut(DiskEvent) + Send>;
 
-/// Figures of the disk tier; all but the first two only grow.
+/// Figures of the disk tier; all but the first three only grow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DiskStats {
     pub files: u64,
     pub bytes: u64,
+    pub budget_bytes: u64,
     /// Prompts that resumed from a file, and prefixes that were read for them.
     pub hits: u64,
     pub loads: u64,

@@ -141,8 +141,9 @@ impl<S: Clone> Shelf<S> {
         self
     }
 
+    /// What is there and what happened so far.
     pub fn stats(&self) -> DiskStats {
-        DiskStats { files: self.files.len() as u64, bytes: self.bytes, ..self.stats }
+        DiskStats { files: self.files.len() as u64, bytes: self.bytes, budget_bytes: self.budget, ..self.stats }
     }
 
     fn add(&mut self, id: FileId, header: Header, checksum: Option<Checksum>, last_use: u64) {
@@ -275,6 +276,7 @@ impl<S: Clone> Shelf<S> {
         }
     }
 
+    /// Whether this load may still bring something.
     pub fn is_loading(&self, id: LoadId) -> bool {
         self.loads.iter().any(|load| load.id == id)
     }
@@ -611,6 +613,7 @@ impl<S: Clone> Shelf<S> {
         self.outbox.push_back(Order::Close);
     }
 
+    /// Whether the worker has done everything, or is gone.
     pub fn is_closed(&self) -> bool {
         self.is_closed
     }

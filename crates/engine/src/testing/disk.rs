@@ -27,6 +27,7 @@ struct Inner {
 pub struct SimulatedDisk(Arc<Mutex<Inner>>);
 
 impl SimulatedDisk {
+    /// An empty disk of so many bytes, but for a file that isn't the engine's.
     pub fn new(capacity: u64, fail_every: u32, random: Random) -> Self {
         let files = BTreeMap::from([(OF_ANOTHER.to_owned(), Arc::new(vec![7; 5]))]);
         SimulatedDisk(Arc::new(Mutex::new(Inner { files, unsynced: Vec::new(), capacity, fail_every, random })))

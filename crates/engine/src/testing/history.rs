@@ -4,7 +4,7 @@
 //! drops shows at once. The draw is keyed by seed and position. Faults can be planted: each breaks one law, so that a
 //! test of that law can prove that it would notice.
 
-use std::collections::{HashSet, VecDeque};
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -244,9 +244,9 @@ impl HistoryModel {
         self.slots.iter().filter(|slot| slot.length > 0).count()
     }
 
-    /// Pages that slots hold, each once.
-    pub fn slot_pages(&self) -> HashSet<u32> {
-        self.slots.iter().flat_map(|slot| &slot.pages).map(|page| page.index).collect()
+    /// Pages that slots hold; a shared one as often as it is held.
+    pub fn slot_pages(&self) -> impl Iterator<Item = u32> + '_ {
+        self.slots.iter().flat_map(|slot| &slot.pages).map(|page| page.index)
     }
 
     fn take_page(&self) -> Option<Arc<Page>> {

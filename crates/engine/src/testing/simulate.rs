@@ -238,20 +238,17 @@ fn disk_schedule(random: &mut Random) -> DiskSchedule {
     DiskSchedule { disk, limits, capacity, steps_max, meddle_every: random.pick(&[0, 0, 4, 30]), fail_every }
 }
 
-fn schedule(seed: u64, fault: Fault) -> Schedule {
-    let mut random = Random::new(seed);
-    let clock = VirtualClock::new();
+fn model_options(random: &mut Random, clock: &VirtualClock, has_disk: bool, fault: Fault) -> HistoryOptions {
     let slots = random.between(1, 5);
     let round_rows = slots + 1 + random.pick(&[0, 1, 3, 10, 60]);
     let micro = |random: &mut Random, high| Duration::from_micros(u64::from(random.between(0, high)));
-    let costs = (clock.clone(), micro(&mut random, 500), micro(&mut random, 100), micro(&mut random, 200));
+    let costs = (clock.clone(), micro(random, 500), micro(random, 100), micro(random, 200));
     let failures = if random.one_in(4) { (0..4).map(|_| random.roll() % 60).collect() } else { Vec::new() };
     let lost_at = random.one_in(40).then(|| random.roll() % 100);
-    let disk = random.one_in(2).then(|| disk_schedule(&mut random));
     let model = HistoryOptions {
         limits: ModelLimits {
             vocab_size: random.pick(&[3, 16, 40]),
-            context: if disk.is_some() { random.pick(&[96, 160]) } else { random.pick(&[24, 96, 160]) },
+            context: if has_disk { random.pick(&[96, 160]) } else { random.pick(&[24, 96, 160]) },
             slots,
             round_rows,
             draft_block: random.pick(&[0, 1, 5, 7]),
@@ -268,7 +265,14 @@ fn schedule(seed: u64, fault: Fault) -> Schedule {
     // Now and then there are too few pages for all slots, down to just enough for one.
     let pages_of_one = model.limits.context.div_ceil(PAGE_POSITIONS) + 1;
     let pages = random.one_in(2).then(|| pages_of_one + random.between(0, pages_of_one / 2));
-    let model = HistoryOptions { pages, ..model };
+    HistoryOptions { pages, ..model }
+}
+
+fn schedule(seed: u64, fault: Fault) -> Schedule {
+    let mut random = Random::new(seed);
+    let clock = VirtualClock::new();
+    let disk = random.one_in(2).then(|| disk_schedule(&mut random));
+    let model = model_options(&mut random, &clock, disk.is_some(), fault);
     let short_waits = random.one_in(4);
     let limits = EngineLimits {
         prompt_chunk: random.pick(&[1, 2, 3, 7, 1000]),
@@ -299,7 +303,12 @@ fn schedule(seed: u64, fault: Fault) -> Schedule {
         model,
         limits,
         clock,
-        request_count: random.between(1, if disk.is_some() { 20 } else { 12 }),
+        // Most are short, so that there are many; a long one now and then sees what takes time to build up.
+        request_count: match (random.one_in(100), &disk) {
+            (true, _) => random.between(40, 120),
+            (false, Some(_)) => random.between(1, 16),
+            (false, None) => random.between(1, 10),
+        },
         arrival_every: random.pick(&[1, 2, 5]),
         cancel_every: random.pick(&[0, 0, 8, 30]),
         read_every: random.pick(&[1, 1, 2, 12]),
@@ -614,17 +623,18 @@ impl Life {
     /// Every page is free, held by a slot, by a kept prefix or for the disk, and none is lost; the disk's budget holds.
     fn check(&self, schedule: &Schedule) -> Result<(), String> {
         self.cache.check();
-        let mut held = self.model.slot_pages();
-        held.extend(self.cache.held_pages());
+        let pages = self.model.pages();
+        let mut is_held = vec![false; pages.total as usize];
+        let mut of_disk = Vec::new();
         if let Some(shelf) = &self.cache.shelf {
             shelf.check();
-            let mut pages = Vec::new();
-            shelf.held_pages(&self.model, &mut pages);
-            held.extend(pages);
+            shelf.held_pages(&self.model, &mut of_disk);
         }
-        let pages = self.model.pages();
-        if held.len() as u32 + pages.free != pages.total {
-            return Err(format!("{} pages are held and {} free of {}", held.len(), pages.free, pages.total));
+        let all = self.model.slot_pages().chain(self.cache.held_pages()).chain(of_disk);
+        all.for_each(|page| is_held[page as usize] = true);
+        let held = is_held.iter().filter(|is_held| **is_held).count() as u32;
+        if held + pages.free != pages.total {
+            return Err(format!("{held} pages are held and {} free of {}", pages.free, pages.total));
         }
         let Some(disk) = schedule.disk.as_ref().filter(|disk| disk.meddle_every == 0 && disk.fail_every == 0) else {
             return Ok(());
