@@ -47,6 +47,21 @@ fn licences() -> Outcome {
     cargo(&["deny", "check", "licenses", "bans", "sources"])
 }
 
+/// What the emulator of a Metal device needs.
+fn metal_missing() -> Option<String> {
+    if !cfg!(all(target_arch = "x86_64", target_os = "linux")) {
+        return Some("the emulator of a Metal device runs on x86-64 Linux only".to_string());
+    }
+    let found = Command::new("clang++-19").arg("--version").output().is_ok_and(|out| out.status.success());
+    (!found).then(|| "clang++-19 is missing: apt-get install clang-19".to_string())
+}
+
+/// The kernel contract on the emulated Metal device.
+fn metal() -> Result<()> {
+    let program = ["run", "--locked", "-p", "tf-contract", "--features", "emulator", "--bin", "tf-kernel-contract", "--"];
+    sh("cargo", &[&program[..], &["--backend", "metal"]].concat())
+}
+
 fn optional(missing: Option<String>, run: fn() -> Result<()>) -> Outcome {
     match missing {
         Some(reason) => Outcome::Skipped(reason),
@@ -66,6 +81,7 @@ const STEPS: &[Step] = &[
     ("lints", || cargo(&["clippy", "--workspace", "--all-targets", "--locked", "--", "-D", "warnings"])),
     ("tests", || cargo(&["test", "--workspace", "--locked"])),
     ("kernel contract", || cargo(&["run", "--locked", "-p", "tf-contract", "--bin", "tf-kernel-contract"])),
+    ("Metal kernels", || optional(metal_missing(), metal)),
     ("licences", licences),
     ("64-bit Arm", || optional(crate::aarch64::missing(), crate::aarch64::run)),
     ("CUDA kernels", || optional(crate::cubins::missing(), || crate::cubins::run(&[]))),

@@ -23,7 +23,7 @@ const ARROWS: &[(&str, &[&str])] = &[
     ("engine", &["text"]),
     ("kernels", &["device", "numerics"]),
     ("metal-emulator", &["device"]),
-    ("contract", &["kernels", "device", "numerics"]),
+    ("contract", &["kernels", "device", "numerics", "metal-emulator"]),
     ("model", &["engine", "kernels", "checkpoint", "device", "numerics"]),
     ("server", &["engine", "text"]),
     ("bench", &[]),

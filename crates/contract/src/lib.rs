@@ -4,6 +4,8 @@
 //! The records lie beside their kernels (`tf_kernels::families`); this crate runs them. Knows no model and no scheduling.
 
 pub mod controls;
+#[cfg(feature = "emulator")]
+pub mod emulated;
 pub mod families;
 pub mod gates;
 pub mod known;
@@ -14,6 +16,7 @@ pub mod probe;
 pub mod replay;
 pub mod report;
 pub mod run;
+pub mod target;
 pub mod timing;
 
 pub use options::{Backend, Options};
@@ -22,6 +25,7 @@ use replay::Replay;
 use std::io::Write;
 use std::process::ExitCode;
 use std::time::{SystemTime, UNIX_EPOCH};
+use target::Target;
 use tf_kernels::families::CONTRACTS;
 
 /// What `tf-kernel-contract` and `tensorfold contract` do. Success only where everything asked for holds.
@@ -68,10 +72,6 @@ fn perform(options: &Options) -> Result<bool, String> {
 }
 
 fn prove(options: &Options, printer: &mut Printer) -> Result<bool, String> {
-    if options.backend != Backend::Cpu {
-        return Err(format!("no {:?} kernel is registered in this build, so nothing can be proved", options.backend)
-            .to_lowercase());
-    }
     let contracts = run::choose(CONTRACTS, &options.only)?;
     if options.list {
         for contract in &contracts {
@@ -84,7 +84,7 @@ fn prove(options: &Options, printer: &mut Printer) -> Result<bool, String> {
     if let Some(text) = &options.replay {
         let replay = Replay::parse(text)?;
         say!(printer, "{}", replay.command(options.program));
-        return Ok(match run::replay(CONTRACTS, &replay) {
+        return Ok(match run::replay(CONTRACTS, &target_of(options.backend)?, &replay) {
             Ok(tally) => {
                 say!(printer, "pass: {} launches, {} elements compared", tally.launches, tally.compared);
                 true
@@ -96,7 +96,9 @@ fn prove(options: &Options, printer: &mut Printer) -> Result<bool, String> {
         });
     }
     let fresh = fresh_seeds(options.seeds);
-    let report = run::report(&contracts, options, &fresh, run::known_findings(), &mut |line| say!(printer, "{line}"));
+    let target = target_of(options.backend)?;
+    let known = run::known_findings();
+    let report = run::report(&contracts, &target, options, &fresh, known, &mut |line| say!(printer, "{line}"));
     for text in report.complaints.iter().chain(&report.limit_problems) {
         say!(printer, "FAIL  {text}");
     }
@@ -110,6 +112,22 @@ fn prove(options: &Options, printer: &mut Printer) -> Result<bool, String> {
     }
     say!(printer, "{}", report.summary_line());
     Ok(report.holds())
+}
+
+/// Where the kernels of a backend run on this machine.
+fn target_of(backend: Backend) -> Result<Target, String> {
+    match backend {
+        Backend::Cpu => Ok(Target::Cpu),
+        #[cfg(feature = "emulator")]
+        Backend::Metal => emulated::metal(),
+        #[cfg(not(feature = "emulator"))]
+        Backend::Metal => {
+            Err("this build has no Metal device and no emulator of one: build with `--features emulator` on \
+             x86-64 Linux"
+                .to_owned())
+        }
+        Backend::Cuda => Err("this build proves no CUDA kernel".to_owned()),
+    }
 }
 
 /// Seeds that nobody chose: from the clock, printed so that a run can be repeated with `--replay`.

@@ -11,6 +11,26 @@ pub enum Backend {
     Metal,
 }
 
+impl Backend {
+    /// As an argument and in reports.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Backend::Cpu => "cpu",
+            Backend::Cuda => "cuda",
+            Backend::Metal => "metal",
+        }
+    }
+
+    /// As the summary names it.
+    pub const fn title(self) -> &'static str {
+        match self {
+            Backend::Cpu => "CPU",
+            Backend::Cuda => "CUDA",
+            Backend::Metal => "Metal",
+        }
+    }
+}
+
 /// Proves the registered kernels on this machine.
 #[derive(Args, Clone, Debug)]
 pub struct Options {
@@ -43,7 +63,11 @@ pub struct Options {
 impl Options {
     /// The command line that gives these options, as the summary names it.
     pub fn command(&self) -> String {
-        let mut command = format!("{} --only {}", self.program, self.only);
+        let mut command = self.program.to_owned();
+        if self.backend != Backend::Cpu {
+            command.push_str(&format!(" --backend {}", self.backend.name()));
+        }
+        command.push_str(&format!(" --only {}", self.only));
         if self.seeds > 0 {
             command.push_str(&format!(" --seeds {}", self.seeds));
         }

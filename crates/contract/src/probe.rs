@@ -1,5 +1,6 @@
 //! One launch of a world, with its queue and what is planted; a panic becomes a failure.
 
+use crate::target::Target;
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -28,13 +29,15 @@ impl Failure {
 /// How a launch runs.
 #[derive(Clone, Copy, Debug)]
 pub struct Setting {
+    /// Of the CPU.
     pub level: Level,
+    /// Of the CPU; on a GPU the number of its way to run a launch, from 1 on.
     pub threads: usize,
     pub fill: Fill,
 }
 
 impl Setting {
-    /// The best level on one thread.
+    /// The best level on one thread; the first way of a GPU.
     pub fn plain() -> Setting {
         Setting { level: Level::best(), threads: 1, fill: Fill::NAN }
     }
@@ -42,31 +45,36 @@ impl Setting {
     pub fn with_fill(self, fill: Fill) -> Setting {
         Setting { fill, ..self }
     }
-
-    pub fn name(&self) -> String {
-        format!("{}, {} threads", self.level, self.threads)
-    }
 }
 
 /// A queue and how many launches it has run.
 pub struct Counted {
     pub queue: Queue,
     pub launches: usize,
+    threads: usize,
 }
 
 impl Counted {
-    pub fn new(setting: Setting) -> Counted {
-        Counted { queue: Queue::cpu(setting.threads, setting.level), launches: 0 }
+    pub fn new(target: &Target, setting: Setting) -> Counted {
+        Counted { queue: target.queue(setting), launches: 0, threads: setting.threads }
     }
 }
 
 /// Queues by level and threads, kept for the whole run.
 #[derive(Default)]
-pub struct Queues(BTreeMap<(String, usize), Counted>);
+pub struct Queues {
+    pub target: Target,
+    queues: BTreeMap<(String, usize), Counted>,
+}
 
 impl Queues {
+    pub fn new(target: Target) -> Queues {
+        Queues { target, queues: BTreeMap::new() }
+    }
+
     pub fn of(&mut self, setting: Setting) -> &mut Counted {
-        self.0.entry((setting.level.to_string(), setting.threads)).or_insert_with(|| Counted::new(setting))
+        let key = (setting.level.to_string(), setting.threads);
+        self.queues.entry(key).or_insert_with(|| Counted::new(&self.target, setting))
     }
 }
 
@@ -92,6 +100,8 @@ impl Planted {
 
 /// A world under one gate.
 pub struct Probe<'a> {
+    /// Its name.
+    pub kernel: &'a str,
     pub world: &'a dyn World,
     pub queues: &'a mut Queues,
     pub planted: Planted,
@@ -160,11 +170,11 @@ pub fn launch_on(
     fill: Fill,
     picks: &[Pick],
 ) -> Result<Outcome, Failure> {
-    let launches = counted.launches;
+    let (launches, threads) = (counted.launches, counted.threads);
     counted.launches += 1;
     let queue = &mut counted.queue;
     let run = AssertUnwindSafe(|| {
-        let mut stage = Stage::new(queue, picks.len(), fill, planted.tamper, launches);
+        let mut stage = Stage::new(queue, picks.len(), fill, planted.tamper, launches, threads);
         world.launch(&mut stage, picks, planted.fault)?;
         Ok(stage.finish(picks))
     });

@@ -164,7 +164,7 @@ impl Report {
              known findings; {controls} controls: {red} red as planted, {missed} missed; {limit_problems} limit problems; \
              gates {} ms, limits {} ms",
             self.command,
-            self.backend.to_uppercase(),
+            if self.backend == "metal" { "Metal".to_owned() } else { self.backend.to_uppercase() },
             self.summary.gates_ms,
             self.summary.limits_ms,
         )

@@ -1,15 +1,18 @@
 //! The run: chosen kernels, their gates, controls and limits, and the report.
 
 use crate::known::{self, KNOWN, Known};
-use crate::options::Options;
+use crate::options::{Backend, Options};
 use crate::probe::{Failure, Planted, Probe, Queues, Tally, check};
 use crate::replay::Replay;
 use crate::report::{
     ControlReport, GateReport, KernelReport, Machine, Report, SCHEMA, Skip, Status, Summary, machine_name,
 };
+use crate::target::Target;
 use crate::{controls, limits, timing};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::channel;
 use std::time::Instant;
-use tf_kernels::contract::{Contract, Gate};
+use tf_kernels::contract::{Contract, Gate, Plant};
 
 /// Seeds of every run. Gate 1 judges all of them, the others the first.
 pub const SEEDS: &[u64] = &[1, 2, 3];
@@ -45,21 +48,22 @@ pub fn choose<'a>(contracts: &'a [Contract], only: &str) -> Result<Vec<&'a Contr
 /// Runs everything over the chosen kernels. `say` gets a line for each kernel.
 pub fn report(
     contracts: &[&Contract],
+    target: &Target,
     options: &Options,
     fresh_seeds: &[u64],
     known: &[Known],
     say: &mut dyn FnMut(&str),
 ) -> Report {
     let seeds: Vec<u64> = SEEDS.iter().chain(fresh_seeds).copied().collect();
-    let levels = limits::cpu_levels();
+    let levels = if target.backend() == Backend::Cpu { limits::cpu_levels() } else { Vec::new() };
     let absent = levels.iter().filter(|(_, here)| !here);
     let mut report = Report {
         schema: SCHEMA,
         command: options.command(),
-        backend: "cpu",
+        backend: target.backend().name(),
         version: env!("CARGO_PKG_VERSION"),
         machine: Machine {
-            name: machine_name(),
+            name: target.device_name().unwrap_or_else(machine_name),
             cores: std::thread::available_parallelism().map_or(1, usize::from),
             levels: levels.iter().filter(|(_, here)| *here).map(|(name, _)| (*name).to_owned()).collect(),
         },
@@ -73,26 +77,71 @@ pub fn report(
         summary: Summary::default(),
     };
     let started = Instant::now();
-    let mut queues = Queues::default();
-    let ceiling = options.time.then(|| timing::read_ceiling(report.machine.cores));
-    for contract in contracts {
-        let mut kernel = prove(options.program, contract, &report.seeds, known, &mut queues);
+    let is_timed = options.time && target.backend() == Backend::Cpu;
+    let ceiling = is_timed.then(|| timing::read_ceiling(report.machine.cores));
+    report.kernels = prove_all(contracts, target, options, &report.seeds, known, &mut |contract, kernel| {
         if let Some(ceiling) = ceiling
             && kernel.passed()
         {
             kernel.times = timing::times(contract, SEEDS[0], report.machine.cores, ceiling);
         }
-        lines_of(&kernel).iter().for_each(|line| say(line));
-        report.kernels.push(kernel);
-        report.complaints.extend(complaints(contract));
-    }
+        lines_of(kernel).iter().for_each(|line| say(line));
+    });
+    report.complaints.extend(contracts.iter().flat_map(|contract| complaints(contract)));
     report.complaints.extend(gone(&report.kernels, known));
     report.summary.gates_ms = started.elapsed().as_millis() as u64;
     let started = Instant::now();
     report.limit_problems = contracts.iter().flat_map(|contract| limits::launcher_problems(contract)).collect();
+    report.limit_problems.extend(target.limit_problems());
     report.summary.limits_ms = started.elapsed().as_millis() as u64;
     report.count();
     report
+}
+
+/// Proves every kernel. A GPU's are shared out over the host's threads, since an emulated one computes on them; `done` gets
+/// them as they end.
+fn prove_all(
+    contracts: &[&Contract],
+    target: &Target,
+    options: &Options,
+    seeds: &[u64],
+    known: &[Known],
+    done: &mut dyn FnMut(&Contract, &mut KernelReport),
+) -> Vec<KernelReport> {
+    let one = |contract: &Contract, queues: &mut Queues| prove(options.program, contract, seeds, known, queues);
+    let workers = std::thread::available_parallelism().map_or(1, usize::from).min(contracts.len());
+    if target.backend() == Backend::Cpu || workers < 2 {
+        let mut queues = Queues::new(target.clone());
+        let each = contracts.iter().map(|contract| {
+            let mut kernel = one(contract, &mut queues);
+            done(contract, &mut kernel);
+            kernel
+        });
+        return each.collect();
+    }
+    let (next, (sender, receiver)) = (AtomicUsize::new(0), channel());
+    let mut kernels: Vec<Option<KernelReport>> = contracts.iter().map(|_| None).collect();
+    std::thread::scope(|scope| {
+        for _ in 0..workers {
+            let (sender, next) = (sender.clone(), &next);
+            scope.spawn(move || {
+                let mut queues = Queues::new(target.clone());
+                loop {
+                    let index = next.fetch_add(1, Ordering::Relaxed);
+                    let Some(contract) = contracts.get(index) else { break };
+                    if sender.send((index, one(contract, &mut queues))).is_err() {
+                        break;
+                    }
+                }
+            });
+        }
+        drop(sender);
+        for (index, mut kernel) in receiver {
+            done(contracts[index], &mut kernel);
+            kernels[index] = Some(kernel);
+        }
+    });
+    kernels.into_iter().flatten().collect()
 }
 
 /// What is wrong with a record before it runs.
@@ -125,7 +174,8 @@ fn prove(program: &str, contract: &Contract, seeds: &[u64], known: &[Known], que
         gate_over_cases(program, contract, gate, seeds, known, queues)
     });
     let mut controls = Vec::new();
-    for control in contract.all_controls() {
+    let target = queues.target.clone();
+    for control in contract.all_controls().filter(|control| target.runs(control)) {
         let (status, case, text) = match controls::run(contract, control, seeds[0], queues) {
             controls::Verdict::Red { case, text } => (Status::Red, case, text),
             controls::Verdict::Missed(text) => (Status::Missed, "", text),
@@ -165,10 +215,20 @@ fn gate_over_cases(
     };
     let mut total = Tally::default();
     for case in contract.cases {
-        for &seed in seeds {
+        for (index, &seed) in seeds.iter().enumerate() {
+            if !queues.target.takes(case, gate, index) {
+                continue;
+            }
             let world = (contract.make)(case, seed);
-            let mut probe =
-                Probe { world: &*world, queues, planted: Planted::NONE, row_count: case.rows, tally: Tally::default() };
+            let row_count = queues.target.rows(case);
+            let mut probe = Probe {
+                kernel: contract.name,
+                world: &*world,
+                queues,
+                planted: Planted::NONE,
+                row_count,
+                tally: Tally::default(),
+            };
             let result = check(gate, &mut probe);
             total.add(&probe.tally);
             report.cases += 1;
@@ -235,23 +295,33 @@ fn lines_of(kernel: &KernelReport) -> Vec<String> {
 ///
 /// # Errors
 /// The failure's text, or which part of the name is unknown.
-pub fn replay(contracts: &[Contract], replay: &Replay) -> Result<Tally, String> {
+pub fn replay(contracts: &[Contract], target: &Target, replay: &Replay) -> Result<Tally, String> {
     let contract = contracts.iter().find(|contract| contract.name == replay.kernel);
     let contract = contract.ok_or_else(|| format!("no kernel is called {}", replay.kernel))?;
     let case = contract.cases.iter().find(|case| case.name == replay.case);
     let case = case.ok_or_else(|| format!("{} has no case called {}", contract.name, replay.case))?;
-    let planted = match &replay.control {
-        None => Planted::NONE,
-        Some(name) => {
-            let control = contract.all_controls().find(|control| control.name == name);
-            let control = control.ok_or_else(|| format!("{} has no control called {name}", contract.name))?;
-            Planted::of(control).ok_or_else(|| format!("{name} edits a source, which runs on its own backend"))?
+    let (mut target, mut planted) = (target.clone(), Planted::NONE);
+    if let Some(name) = &replay.control {
+        let control = contract.all_controls().find(|control| control.name == name);
+        let control = control.ok_or_else(|| format!("{} has no control called {name}", contract.name))?;
+        match control.plant {
+            Plant::Edit { source, find, replace, .. } => {
+                target = target.edited(source, controls::apply_edit(source, find, replace)?)?;
+            }
+            Plant::Arguments | Plant::Outcome(_) => planted = Planted::of(control).unwrap_or_default(),
         }
-    };
+    }
     let world = (contract.make)(case, replay.seed);
-    let mut queues = Queues::default();
-    let mut probe =
-        Probe { world: &*world, queues: &mut queues, planted, row_count: case.rows, tally: Tally::default() };
+    let row_count = target.rows(case);
+    let mut queues = Queues::new(target);
+    let mut probe = Probe {
+        kernel: contract.name,
+        world: &*world,
+        queues: &mut queues,
+        planted,
+        row_count,
+        tally: Tally::default(),
+    };
     check(replay.gate, &mut probe).map_err(|failure| match failure {
         Failure::Red(text) => format!("red: {text}"),
         Failure::Broken(text) => format!("broken: {text}"),

@@ -5,6 +5,7 @@
 
 use crate::probe::{Counted, Setting, time_of};
 use crate::report::TimeReport;
+use crate::target::Target;
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 use tf_device::cpu::{Placement, Pool, split};
@@ -41,7 +42,7 @@ pub fn times(contract: &Contract, seed: u64, threads: usize, ceiling: f64) -> Ve
     let mut times = Vec::new();
     for case in contract.cases {
         let world = (contract.make)(case, seed);
-        let mut queue = Counted::new(Setting { threads, ..Setting::plain() });
+        let mut queue = Counted::new(&Target::Cpu, Setting { threads, ..Setting::plain() });
         let runs = (0..RUNS).filter_map(|_| time_of(&*world, &mut queue, case.rows).ok());
         let Some(best) = runs.min() else { continue };
         let (work, seconds) = (world.work(), best.as_secs_f64().max(1e-9));

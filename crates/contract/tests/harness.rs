@@ -4,6 +4,7 @@ use tf_contract::controls::{self, Verdict};
 use tf_contract::known::Known;
 use tf_contract::probe::{Failure, Planted, Probe, Queues, Tally, check};
 use tf_contract::report::{Report, Status};
+use tf_contract::target::Target;
 use tf_contract::{Backend, Options, run};
 use tf_kernels::contract::*;
 use tf_kernels::families::CONTRACTS;
@@ -59,6 +60,7 @@ const HONEST: Contract = Contract {
     make: |case, seed| Box::new(doubling(case, seed)),
     limits: &[],
     controls: &[Control::value("triples"), Control::value("adds one")],
+    edits: &[],
     standard: STANDARD_CONTROLS,
 };
 
@@ -76,7 +78,7 @@ fn options() -> Options {
 }
 
 fn report_of(contract: &Contract, known: &[Known]) -> Report {
-    run::report(&[contract], &options(), &[], known, &mut |_| {})
+    run::report(&[contract], &Target::Cpu, &options(), &[], known, &mut |_| {})
 }
 
 #[test]
@@ -195,6 +197,7 @@ fn a_launch_that_compares_nothing_is_no_pass() {
     for gate in Gate::ALL {
         let mut queues = Queues::default();
         let mut probe = Probe {
+            kernel: "doubling",
             world: &Silent,
             queues: &mut queues,
             planted: Planted::NONE,

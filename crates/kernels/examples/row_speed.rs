@@ -329,12 +329,13 @@ fn draft(vocabulary: usize, rank: usize, hidden: usize, queue: &mut Queue) {
             hidden,
             block: 5,
             steps: 5,
-            greedy: &[true],
+            sampled: &|_| None,
             logits: &mut logits,
             tokens: &mut tokens,
             confidence: &mut confidence,
+            scratch: &mut tf_kernels::sample::Scratch::default(),
         };
-        draft_head::launch(queue, args, &mut |_, _, _| 0).expect("shapes agree");
+        draft_head::launch(queue, args).expect("shapes agree");
     });
 }
 

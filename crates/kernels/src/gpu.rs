@@ -4,12 +4,14 @@ use crate::rows::{EntryInfo, RowInfo, WindowInfo};
 use tf_device::Buffer;
 use tf_device::gpu::{Binding, Plain, Program};
 
+/// The Metal text of the dot products.
+pub const LINEAR: &str = include_str!("shared/linear.metal");
+/// The Metal text of the draw.
+pub const DRAW: &str = include_str!("shared/draw.metal");
+
 /// Texts that the Metal sources include.
-pub const METAL_INCLUDES: &[(&str, &str)] = &[
-    ("prelude.metal", include_str!("shared/prelude.metal")),
-    ("linear.metal", include_str!("shared/linear.metal")),
-    ("draw.metal", include_str!("shared/draw.metal")),
-];
+pub const METAL_INCLUDES: &[(&str, &str)] =
+    &[("prelude.metal", include_str!("shared/prelude.metal")), ("linear.metal", LINEAR), ("draw.metal", DRAW)];
 
 /// Threads of a group where a kernel gives every SIMD group an item of its own: any multiple of 32 gives the same bits.
 pub const THREADS: u32 = 256;

@@ -34,6 +34,8 @@ struct Shadow {
     uint64_t write, read;
 };
 constexpr uint64_t SEVERAL = 0x8000, MANY = 0xffff;
+// Beside a thread: it wrote by an atomic operation.
+constexpr uint64_t BY_ATOMIC = 0x4000;
 
 struct Request {
     void (*entry)();
@@ -62,6 +64,7 @@ static char *stacks;
 static void *main_stack_pointer;
 static Request *request;
 static uint64_t random_state;
+static unsigned exchanges_tried;
 static uint32_t interval = 1, dispatch_first, threadgroup_first, fence[2]; // fence by kind: device, threadgroup
 static bool failed;
 
@@ -285,8 +288,9 @@ extern "C" void *tf_threadgroup_argument(unsigned index) {
 extern "C" void *tf_dynamic_memory() { return request->argument_bytes[0] ? tf_threadgroup_argument(0) : nullptr; }
 
 static bool parts_thread(uint64_t stamp, const Thread *me) {
-    const uint64_t who = stamp & 0xffff;
+    uint64_t who = stamp & 0xffff;
     if (who == MANY) return true;
+    if (!(who & SEVERAL)) who &= ~BY_ATOMIC;
     if (who & SEVERAL) return !((who & 0x7fff) == me->simdgroup && (stamp >> 16 & 0xffff) < simd_epoch[me->simdgroup]);
     if (who == me->flat) return false;
     return !(who / 32 == me->simdgroup && (stamp >> 16 & 0xffff) < simd_epoch[me->simdgroup]);
@@ -302,7 +306,8 @@ static bool concurrent(uint64_t stamp, const Region &region, const Thread *me) {
 }
 
 static void name_stamp(uint64_t stamp, char *text, size_t size) {
-    const unsigned who = unsigned(stamp & 0xffff);
+    unsigned who = unsigned(stamp & 0xffff);
+    if (!(who & SEVERAL)) who &= ~unsigned(BY_ATOMIC);
     if (uint32_t(stamp >> 32) < threadgroup_first) snprintf(text, size, "another threadgroup");
     else if (who & SEVERAL) snprintf(text, size, "several threads");
     else snprintf(text, size, "thread %u", who);
@@ -319,13 +324,14 @@ static const Region &nearest(const unsigned char *at) {
     return *best;
 }
 
-enum Kind { READ, WRITE, ATOMIC };
+enum Kind { READ, WRITE, ATOMIC_LOAD, ATOMIC_STORE, ATOMIC };
 
 static void touch(const void *address, size_t bytes, Kind kind, bool aligned) {
     const unsigned char *at = static_cast<const unsigned char *>(address);
     if (at < arena || at >= arena + ARENA || regions.empty()) return;
     const size_t offset = size_t(at - arena);
-    const char *verb = kind == READ ? "reads" : "writes";
+    const bool writes = kind != READ && kind != ATOMIC_LOAD, is_atomic = kind >= ATOMIC_LOAD;
+    const char *verb = writes ? "writes" : "reads";
     const unsigned number = page_region[offset / PAGE];
     const Region &region = number ? regions[number - 1] : nearest(at);
     const ptrdiff_t first = at - region.start;
@@ -335,30 +341,32 @@ static void touch(const void *address, size_t bytes, Kind kind, bool aligned) {
     if (aligned && (uintptr_t(at) & (bytes - 1))) {
         fail("misaligned: %s %zu bytes at byte %td of %s", verb, bytes, first, region.name);
     }
-    if (kind != READ && !region.writable) fail("writes to %s, which is read-only", region.name);
+    if (writes && !region.writable) fail("writes to %s, which is read-only", region.name);
     const Thread *me = tf_current;
     const uint64_t stamp = uint64_t(interval) << 32 | uint64_t(simd_epoch[me->simdgroup] & 0xffff) << 16 | me->flat;
     char other[32];
     for (size_t i = 0; i < bytes; i++) {
         Shadow &seen = shadow[offset + i];
-        if (kind == ATOMIC) continue;
-        if (region.is_threadgroup && kind == READ && uint32_t(seen.write >> 32) < threadgroup_first) {
+        if (region.is_threadgroup && kind != WRITE && kind != ATOMIC_STORE && uint32_t(seen.write >> 32) < threadgroup_first) {
             fail("uninitialised: reads byte %td of %s, which nobody wrote", first + ptrdiff_t(i), region.name);
         }
-        if (concurrent(seen.write, region, me)) {
+        const bool was_atomic = (seen.write & SEVERAL) == 0 && (seen.write & BY_ATOMIC) != 0;
+        if (!(is_atomic && was_atomic) && concurrent(seen.write, region, me)) {
             name_stamp(seen.write, other, sizeof other);
             fail("race: %s byte %td of %s, which %s wrote without a barrier between", verb, first + ptrdiff_t(i), region.name,
                 other);
         }
-        if (kind == WRITE && concurrent(seen.read, region, me)) {
+        if (writes && concurrent(seen.read, region, me)) {
             name_stamp(seen.read, other, sizeof other);
             fail("race: writes byte %td of %s, which %s read without a barrier between", first + ptrdiff_t(i), region.name,
                 other);
         }
-        if (kind == WRITE) {
-            seen.write = stamp;
+        if (writes) {
+            seen.write = is_atomic ? stamp | BY_ATOMIC : stamp;
             continue;
         }
+        // Atomic loads race with plain writes only, which they have been held against.
+        if (is_atomic) continue;
         const uint64_t who = seen.read & 0xffff;
         const bool same_interval = uint32_t(seen.read >> 32) == interval;
         if (!same_interval || who == me->flat) seen.read = stamp;
@@ -367,12 +375,16 @@ static void touch(const void *address, size_t bytes, Kind kind, bool aligned) {
     }
 }
 
-// Atomic writes mark nothing: they are ordered with each other, and a kernel that mixes them with plain access meets the
-// fiber orders instead.
-extern "C" void tf_check_atomic(const void *address, unsigned bytes) {
-    touch(address, bytes, ATOMIC, true);
+// Atomic operations are ordered with each other, and race with plain access.
+extern "C" void tf_check_atomic(const void *address, unsigned bytes, bool reads) {
+    touch(address, bytes, reads ? ATOMIC : ATOMIC_STORE, true);
     if (uintptr_t(address) & (bytes - 1)) fail("misaligned atomic operation");
 }
+extern "C" void tf_check_atomic_load(const void *address, unsigned bytes) {
+    touch(address, bytes, ATOMIC_LOAD, true);
+    if (uintptr_t(address) & (bytes - 1)) fail("misaligned atomic operation");
+}
+extern "C" bool tf_may_succeed() { return (exchanges_tried++ & 1) != 0; }
 
 #define HOOKS(n)                                                                                       \
     extern "C" void __tsan_read##n(void *a) { touch(a, n, READ, true); }                               \
@@ -460,6 +472,7 @@ extern "C" __attribute__((visibility("default"))) int tf_dispatch(Request *r) {
     request = r;
     failed = false;
     random_state = r->seed;
+    exchanges_tried = 0;
     thread_count = r->threads[0] * r->threads[1] * r->threads[2];
     dispatch_first = ++interval;
     for (const Region &region : regions) {

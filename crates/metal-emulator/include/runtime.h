@@ -33,8 +33,11 @@ void tf_meet_threadgroup(unsigned site, unsigned kinds);
 // All lanes of the SIMD group meet here; the count of lanes that exist.
 unsigned tf_meet_simdgroup(unsigned site, bool orders_memory);
 Exchange *tf_exchange();
-// Ends the dispatch with an error when an atomic operation may not touch these bytes.
-void tf_check_atomic(const void *address, unsigned bytes);
+// Ends the dispatch with an error when an atomic operation may not touch these bytes; `reads`: takes their value too.
+void tf_check_atomic(const void *address, unsigned bytes, bool reads);
+void tf_check_atomic_load(const void *address, unsigned bytes);
+// False for every other attempt of a weak exchange.
+bool tf_may_succeed();
 }
 
 } // namespace msl

@@ -25,6 +25,11 @@ const FLAGS: &[&str] = &[
     "-O2",
     "-march=native",
     "-ffp-contract=off",
+    // Halves round at every operation, as on the device.
+    "-Xclang",
+    "-ffloat16-excess-precision=none",
+    "-Xclang",
+    "-fbfloat16-excess-precision=none",
     "-fno-vectorize",
     "-fno-slp-vectorize",
     "-fno-exceptions",
@@ -67,8 +72,16 @@ pub struct Program {
     pub entries: Vec<Entry>,
     pub(crate) name: String,
     /// The runtime's state is global in a library: one launch at a time.
-    pub(crate) plain: Mutex<Library>,
+    pub(crate) plain: Option<Mutex<Library>>,
     pub(crate) checked: Mutex<Library>,
+}
+
+/// Which libraries are made of a source.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Libraries {
+    Both,
+    /// For a source that is to be found wrong: half the compiler's work, and no look at its address spaces.
+    Checked,
 }
 
 impl Program {
@@ -82,7 +95,23 @@ impl Program {
         let expanded = prepass::expand(name, source, includes).map_err(prepass_error)?;
         let run = prepass::translate(&expanded, Pass::Run).map_err(prepass_error)?;
         let lint = prepass::translate(&expanded, Pass::Lint).map_err(prepass_error)?;
-        Program::of(name, run, Some(&lint.text), out)
+        Program::of(name, run, Some(&lint.text), Libraries::Both, out)
+    }
+
+    /// As [`Program::build`], for schedules that check.
+    ///
+    /// # Errors
+    /// See [`BuildError`].
+    pub fn build_checked(
+        name: &str,
+        source: &str,
+        includes: &[(&str, &str)],
+        out: &Path,
+    ) -> Result<Program, BuildError> {
+        let prepass_error = |error| BuildError::Prepass { name: name.into(), error };
+        let expanded = prepass::expand(name, source, includes).map_err(prepass_error)?;
+        let run = prepass::translate(&expanded, Pass::Run).map_err(prepass_error)?;
+        Program::of(name, run, None, Libraries::Checked, out)
     }
 
     /// As [`Program::build`], for a CUDA source without inline PTX; see [`cuda`].
@@ -92,12 +121,19 @@ impl Program {
     pub fn build_cuda(name: &str, source: &str, includes: &[(&str, &str)], out: &Path) -> Result<Program, BuildError> {
         let prepass_error = |error| BuildError::Prepass { name: name.into(), error };
         let expanded = prepass::expand(name, source, includes).map_err(prepass_error)?;
-        Program::of(name, cuda::translate(&expanded).map_err(prepass_error)?, None, out)
+        Program::of(name, cuda::translate(&expanded).map_err(prepass_error)?, None, Libraries::Both, out)
     }
 
-    fn of(name: &str, run: Translated, lint: Option<&str>, out: &Path) -> Result<Program, BuildError> {
+    fn of(
+        name: &str,
+        run: Translated,
+        lint: Option<&str>,
+        which: Libraries,
+        out: &Path,
+    ) -> Result<Program, BuildError> {
         let mut hasher = DefaultHasher::new();
-        (&run.text, &lint, STDLIB, CUDA_SHIM, RUNTIME_HEADER, RUNTIME, FLAGS).hash(&mut hasher);
+        (&run.text, &lint, which == Libraries::Both, STDLIB, CUDA_SHIM, RUNTIME_HEADER, RUNTIME, FLAGS)
+            .hash(&mut hasher);
         let folder = out.join(format!("metal-{:016x}", hasher.finish()));
         let (plain, checked) = (folder.join("plain.so"), folder.join("checked.so"));
         if !checked.exists() {
@@ -107,12 +143,13 @@ impl Program {
             let mut hasher = DefaultHasher::new();
             (RUNTIME_HEADER, RUNTIME, FLAGS).hash(&mut hasher);
             let runtime = out.join(format!("metal-runtime-{:016x}.o", hasher.finish()));
-            compile(name, &folder, &runtime, &run.text, lint, [&plain, &checked])?;
+            let plain = (which == Libraries::Both).then_some(plain.as_path());
+            compile(name, &folder, &runtime, &run.text, lint, plain, &checked)?;
         }
         Ok(Program {
             entries: run.entries,
             name: name.into(),
-            plain: Mutex::new(load(&plain)?),
+            plain: if which == Libraries::Both { Some(Mutex::new(load(&plain)?)) } else { None },
             checked: Mutex::new(load(&checked)?),
         })
     }
@@ -128,7 +165,8 @@ fn compile(
     runtime: &Path,
     run: &str,
     lint: Option<&str>,
-    libraries: [&Path; 2],
+    plain: Option<&Path>,
+    checked: &Path,
 ) -> Result<(), BuildError> {
     // A name of this process's own, so that two test programs may build the same source at once.
     let stage = folder.with_extension(format!("building-{}-{:?}", std::process::id(), std::thread::current().id()));
@@ -156,9 +194,9 @@ fn compile(
         })
     };
     // Address spaces are types in Metal; CUDA has none.
-    let checked = || clang("the address-space check", &["-DMSL_LINT", "-fsyntax-only", "lint.cpp"]);
+    let check_spaces = || clang("the address-space check", &["-DMSL_LINT", "-fsyntax-only", "lint.cpp"]);
     let result = lint
-        .map_or(Ok(()), |_| checked())
+        .map_or(Ok(()), |_| check_spaces())
         .and_then(|()| {
             // The same for every source.
             if !runtime.exists() {
@@ -170,7 +208,10 @@ fn compile(
                 .map_err(|error| BuildError::File { path: runtime.into(), error })?;
             Ok(())
         })
-        .and_then(|()| clang("the compiler", &["-shared", "-Wl,-Bsymbolic", "run.cpp", "runtime.o", "-o", "plain.so"]))
+        .and_then(|()| match plain {
+            Some(_) => clang("the compiler", &["-shared", "-Wl,-Bsymbolic", "run.cpp", "runtime.o", "-o", "plain.so"]),
+            None => Ok(()),
+        })
         .and_then(|()| {
             let sanitised = ["-fsanitize=thread", "-mllvm", "-tsan-instrument-func-entry-exit=0"];
             clang("the compiler", &[&sanitised[..], &["-c", "run.cpp", "-o", "run.o"]].concat())
@@ -178,7 +219,7 @@ fn compile(
         .and_then(|()| clang("the linker", &["-shared", "-Wl,-Bsymbolic", "run.o", "runtime.o", "-o", "checked.so"]));
     let moved = result.and_then(|()| {
         fs::create_dir_all(folder).map_err(|error| BuildError::File { path: folder.into(), error })?;
-        for library in libraries {
+        for library in plain.into_iter().chain([checked]) {
             let from = stage.join(library.file_name().expect("the caller names files"));
             fs::rename(&from, library).map_err(|error| BuildError::File { path: library.into(), error })?;
         }

@@ -9,7 +9,7 @@
 //! macros. The device's compiler checks the types.
 
 use crate::chips::Chip;
-use crate::prepass::{Entry, PrepassError, Token, Translated, tokens};
+use crate::prepass::{Entry, Item, PrepassError, Token, Translated, tokens};
 use std::fmt::Write;
 
 /// The least that the architectures offer to which the sources are compiled.
@@ -92,7 +92,7 @@ fn entry(list: &[Token<'_>], at: usize) -> Result<(Entry, String), String> {
         i += 1;
     };
     let close = closing(list, open)?;
-    let mut entry = Entry { name: name.into(), buffers: Vec::new() };
+    let mut entry = Entry { name: name.into(), buffers: Vec::new(), item: Item::Threadgroup };
     let mut arguments = Vec::new();
     for (index, parameter) in list[open + 1..close].split(|token| token.text == ",").enumerate() {
         let words: Vec<&str> = parameter.iter().filter(|token| !token.is_space()).map(|token| token.text).collect();
@@ -151,7 +151,10 @@ mod tests {
     #[test]
     fn pointers_are_bound_in_order_and_the_constants_after_them() {
         let translated = translate(SOURCE).unwrap();
-        assert_eq!(translated.entries, [Entry { name: "f".into(), buffers: vec![(0, false), (1, true), (2, false)] }]);
+        assert_eq!(
+            translated.entries,
+            [Entry { name: "f".into(), buffers: vec![(0, false), (1, true), (2, false)], item: Item::Threadgroup }]
+        );
         for part in [
             "f(static_cast<const float *>(msl::tf_buffer(0u)), static_cast<unsigned *>(msl::tf_buffer(1u)), \
              *static_cast<const Shape *>(msl::tf_buffer(2u)))",

@@ -3,11 +3,12 @@
 use crate::chips::{CHIPS, Chip};
 use crate::compile::{BuildError, Program, compiler_found};
 use crate::cuda;
+use crate::prepass::Item;
 use crate::run::{self, Order, RunError, SCHEDULES, Schedule};
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::fmt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, LazyLock, Mutex};
+use std::sync::{Arc, LazyLock, Mutex, OnceLock};
 use tf_device::gpu::{self, Argument, Backend, Block, Call, Driver, GpuDevice, GpuLimits, Span};
 use tf_device::{Device, LaunchError};
 
@@ -36,7 +37,68 @@ pub fn device() -> Result<Device, BuildError> {
 /// # Errors
 /// As [`device`].
 pub fn device_with(rigour: Rigour) -> Result<Device, BuildError> {
-    emulated(Backend::Metal, rigour)
+    emulated(Backend::Metal, Settings::of(rigour))
+}
+
+/// A device with every choice made: what the kernel contract holds against each other.
+///
+/// # Errors
+/// As [`device`].
+pub fn device_of(settings: Settings) -> Result<Device, BuildError> {
+    emulated(Backend::Metal, settings)
+}
+
+/// How a device runs its launches.
+#[derive(Clone, Debug)]
+pub struct Settings {
+    /// Each launch runs under all of them, from the same memory to the same bytes.
+    pub schedules: &'static [Schedule],
+    /// SIMD groups of a threadgroup instead of those that a launch asks for; the grid still has as many of them, or as many
+    /// threadgroups where a threadgroup is one item.
+    pub simdgroups: Option<u32>,
+    /// A text, a kernel's own or one that it includes, and what stands in its place. Its programs are built with checks only.
+    pub edit: Option<(&'static str, String)>,
+    pub log: Option<Log>,
+}
+
+impl Settings {
+    fn of(rigour: Rigour) -> Settings {
+        const ONCE: &[Schedule] = &[Schedule { order: Order::Forward, checked: false }];
+        let schedules = if rigour == Rigour::Once { ONCE } else { &SCHEDULES };
+        Settings { schedules, simdgroups: None, edit: None, log: None }
+    }
+}
+
+/// What a launch asked of the chip.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Launched {
+    pub entry: &'static str,
+    pub threads: u32,
+    /// Declared and asked for.
+    pub threadgroup_bytes: u32,
+    pub buffers: u32,
+    /// Of the constants, which are set without a buffer.
+    pub argument_bytes: u32,
+}
+
+/// The launches of some devices, each kind once.
+#[derive(Clone, Debug, Default)]
+pub struct Log(Arc<Mutex<BTreeSet<Launched>>>);
+
+impl Log {
+    /// What was launched so far.
+    pub fn launches(&self) -> Vec<Launched> {
+        self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner).iter().cloned().collect()
+    }
+
+    fn note(&self, launched: Launched) {
+        self.0.lock().unwrap_or_else(std::sync::PoisonError::into_inner).insert(launched);
+    }
+}
+
+/// Whether the text of a launch's error says that the emulator has found a defect of the kernel.
+pub fn is_defect(error: &str) -> bool {
+    error.contains("Schedule {") || error.contains("the result depends on the order")
 }
 
 /// A device that runs the families' `kernel.cu`, read from the sources beside this crate.
@@ -44,7 +106,7 @@ pub fn device_with(rigour: Rigour) -> Result<Device, BuildError> {
 /// # Errors
 /// As [`device`].
 pub fn cuda_device(rigour: Rigour) -> Result<Device, BuildError> {
-    emulated(Backend::Cuda, rigour)
+    emulated(Backend::Cuda, Settings::of(rigour))
 }
 
 const fn chips(backend: Backend) -> &'static [Chip] {
@@ -61,7 +123,7 @@ const fn name(backend: Backend) -> &'static str {
     }
 }
 
-fn emulated(backend: Backend, rigour: Rigour) -> Result<Device, BuildError> {
+fn emulated(backend: Backend, settings: Settings) -> Result<Device, BuildError> {
     if !compiler_found() {
         return Err(BuildError::NoCompiler);
     }
@@ -74,14 +136,16 @@ fn emulated(backend: Backend, rigour: Rigour) -> Result<Device, BuildError> {
         memory_bytes: 1 << 34,
         target: "emulated".into(),
     };
-    let driver = Emulated { backend, limits, rigour, memory: Mutex::default() };
+    let driver = Emulated { backend, limits, settings, programs: Mutex::default(), memory: Mutex::default() };
     Ok(Device::Gpu(GpuDevice::new(Arc::new(driver))))
 }
 
 struct Emulated {
     backend: Backend,
     limits: GpuLimits,
-    rigour: Rigour,
+    settings: Settings,
+    /// Those of an edited source; others are shared by all devices.
+    programs: Mutex<Programs>,
     memory: Mutex<Memory>,
 }
 
@@ -162,7 +226,7 @@ impl Driver for Emulated {
     }
 
     fn launch(&self, call: &Call<'_>) -> Result<(), LaunchError> {
-        let program = program(call.program, self.backend)?;
+        let program = self.program(call.program)?;
         let mut memory = self.memory();
         let outcome = run_call(&program, call, &mut memory, self);
         match outcome? {
@@ -242,43 +306,82 @@ fn run_call(
         });
     }
     arguments.push(run::Argument::Read(call.shape));
+    let buffers = arguments.len() as u32;
+    let (groups, threads) = geometry(program, call, emulated.settings.simdgroups);
     let mut launch = run::Launch {
         kernel: call.entry,
         arguments,
-        grid: [call.groups, 1, 1],
-        threads: [call.threads, 1, 1],
+        grid: [groups, 1, 1],
+        threads: [threads, 1, 1],
         threadgroup: if call.shared_bytes > 0 { vec![u64::from(call.shared_bytes)] } else { Vec::new() },
     };
-    const ONCE: &[Schedule] = &[Schedule { order: Order::Forward, checked: false }];
-    let schedules = if emulated.rigour == Rigour::Once { ONCE } else { &SCHEDULES };
+    let schedules = emulated.settings.schedules;
     let outcome =
         if wrong.is_none() { program.run_on(&mut launch, chips(emulated.backend), schedules) } else { Ok(NOTHING) };
     drop(launch);
     for (span, block) in written {
         memory.blocks.insert(span.block.0, block);
     }
+    if let (Some(log), Ok(report)) = (&emulated.settings.log, &outcome) {
+        log.note(Launched {
+            entry: call.entry,
+            threads: call.threads,
+            threadgroup_bytes: report.threadgroup_bytes as u32,
+            buffers,
+            argument_bytes: call.shape.len() as u32,
+        });
+    }
     wrong.map_or(Ok(outcome), Err)
+}
+
+/// Threadgroups and threads of a call, with `simdgroups` SIMD groups a threadgroup where that is asked for.
+fn geometry(program: &Program, call: &Call<'_>, simdgroups: Option<u32>) -> (u32, u32) {
+    let entry = program.entries.iter().find(|entry| entry.name == call.entry);
+    match (simdgroups, entry) {
+        (Some(simdgroups), Some(entry)) if entry.item == Item::Threadgroup => (call.groups, 32 * simdgroups),
+        (Some(simdgroups), Some(_)) => ((call.groups * call.threads / 32).div_ceil(simdgroups), 32 * simdgroups),
+        _ => (call.groups, call.threads),
+    }
 }
 
 const NOTHING: run::Report = run::Report { threadgroup_bytes: 0, switches: 0 };
 
-type Programs = HashMap<(usize, Backend), Result<Arc<Program>, String>>;
+type Built = Result<Arc<Program>, String>;
+/// By the address of the program, which is a static, and its backend.
+type Programs = HashMap<(usize, Backend), Arc<OnceLock<Built>>>;
 
-/// The compiled form of a source, made on first use.
-fn program(program: &'static gpu::Program, backend: Backend) -> Result<Arc<Program>, LaunchError> {
-    static PROGRAMS: LazyLock<Mutex<Programs>> = LazyLock::new(Mutex::default);
-    let mut programs = PROGRAMS.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-    // A program is a static, so its address is its name; edited sources of the contract share the family's name.
-    let key = (std::ptr::from_ref(program) as usize, backend);
-    let entry = programs.entry(key).or_insert_with(|| match backend {
-        Backend::Metal => {
-            let source = program.metal.ok_or_else(|| "there is no Metal source".to_string())?;
-            let built = Program::build(&format!("{}.metal", program.name), source, program.metal_includes, &folder());
-            built.map(Arc::new).map_err(|error| error.to_string())
+impl Emulated {
+    /// The compiled form of a source, made on first use.
+    fn program(&self, program: &'static gpu::Program) -> Result<Arc<Program>, LaunchError> {
+        static PROGRAMS: LazyLock<Mutex<Programs>> = LazyLock::new(Mutex::default);
+        let concerns = |edited: &str| {
+            program.metal == Some(edited) || program.metal_includes.iter().any(|(_, text)| *text == edited)
+        };
+        let edit = self.settings.edit.as_ref().filter(|(edited, _)| concerns(edited));
+        let programs = if edit.is_some() { &self.programs } else { &*PROGRAMS };
+        let key = (std::ptr::from_ref(program) as usize, self.backend);
+        // Held for the look only: others build meanwhile.
+        let slot = programs.lock().unwrap_or_else(std::sync::PoisonError::into_inner).entry(key).or_default().clone();
+        let built = slot.get_or_init(|| match (self.backend, edit) {
+            (Backend::Cuda, _) => build_cuda(program.name).map(Arc::new),
+            (Backend::Metal, edit) => build_metal(program, edit).map(Arc::new),
+        });
+        built.clone().map_err(failed)
+    }
+}
+
+fn build_metal(program: &gpu::Program, edit: Option<&(&'static str, String)>) -> Result<Program, String> {
+    let name = format!("{}.metal", program.name);
+    let source = program.metal.ok_or_else(|| "there is no Metal source".to_string())?;
+    let built = match edit {
+        None => Program::build(&name, source, program.metal_includes, &folder()),
+        Some((edited, text)) => {
+            let of = |original| if original == *edited { text.as_str() } else { original };
+            let includes: Vec<_> = program.metal_includes.iter().map(|(name, text)| (*name, of(*text))).collect();
+            Program::build_checked(&name, of(source), &includes, &folder())
         }
-        Backend::Cuda => build_cuda(program.name).map(Arc::new),
-    });
-    entry.clone().map_err(failed)
+    };
+    built.map_err(|error| error.to_string())
 }
 
 /// The family's `kernel.cu`: a program names only its set of cubins.

@@ -18,5 +18,5 @@ pub mod prepass;
 mod run;
 
 pub use compile::{BuildError, COMPILER, INSTALL, Program, compiler_found};
-pub use device::{Rigour, cuda_device, device, device_with};
+pub use device::{Launched, Log, Rigour, Settings, cuda_device, device, device_of, device_with, is_defect};
 pub use run::{Argument, Launch, Order, Report, RunError, SCHEDULES, Schedule};

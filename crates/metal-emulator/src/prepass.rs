@@ -27,11 +27,36 @@ pub enum PrepassError {
     NoKernel,
 }
 
-/// A kernel of a source: its name, and the buffers it binds with whether it may write them.
+/// What a kernel deals out: whether its grid may be cut into threadgroups of another size without another result.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Item {
+    /// An item to each SIMD group, counted over the grid.
+    SimdGroup,
+    /// An item to each thread of the grid.
+    Thread,
+    /// An item to each threadgroup, of any number of threads.
+    Threadgroup,
+}
+
+/// A kernel of a source: its name, the buffers it binds with whether it may write them, and what it deals out.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Entry {
     pub name: String,
     pub buffers: Vec<(u32, bool)>,
+    pub item: Item,
+}
+
+impl Entry {
+    /// Of the positions that it asks for: a threadgroup's own decide, then the SIMD group's.
+    fn asks_for(&mut self, position: &str) {
+        match position {
+            "thread_position_in_threadgroup" | "threads_per_threadgroup" | "thread_index_in_threadgroup" => {
+                self.item = Item::Threadgroup;
+            }
+            "simdgroups_per_threadgroup" if self.item == Item::Thread => self.item = Item::SimdGroup,
+            _ => {}
+        }
+    }
 }
 
 /// The C++ of a source and its kernels.
@@ -151,7 +176,7 @@ pub fn translate(source: &str, pass: Pass) -> Result<Translated, PrepassError> {
             let Some(name) = list[at..open].iter().rev().find(|token| token.is_word()) else {
                 return fail(at, "a kernel without a name".into());
             };
-            let mut entry = Entry { name: name.text.into(), buffers: Vec::new() };
+            let mut entry = Entry { name: name.text.into(), buffers: Vec::new(), item: Item::Thread };
             let mut arguments = Vec::new();
             let (mut depth, mut start, mut i) = (0, open + 1, open);
             loop {
@@ -218,6 +243,9 @@ pub fn translate(source: &str, pass: Pass) -> Result<Translated, PrepassError> {
             return fail(at, "a threadgroup array without a name".into());
         };
         let name = text(name_at);
+        if let Some(entry) = entries.last_mut() {
+            entry.item = Item::Threadgroup;
+        }
         replaced[at] = Some("typedef".into());
         replaced[name_at] = Some(format!("msl_array_{arrays}"));
         replaced[end] = Some(format!(
@@ -276,11 +304,15 @@ fn parameter(tokens: &[Token<'_>], entry: &mut Entry) -> Result<String, String> 
                 _ => Err(format!("`{spelled}`: a buffer is a pointer or a reference")),
             }
         }
-        "threadgroup" => Ok(format!("static_cast<{}>(msl::tf_threadgroup_argument({}u))", kind.join(" "), index()?)),
+        "threadgroup" => {
+            entry.item = Item::Threadgroup;
+            Ok(format!("static_cast<{}>(msl::tf_threadgroup_argument({}u))", kind.join(" "), index()?))
+        }
         other => {
             let Some(at) = POSITIONS.iter().position(|(name, _)| *name == other) else {
                 return Err(format!("`{spelled}`: the emulator doesn't know the attribute {other}"));
             };
+            entry.asks_for(other);
             let value = format!("msl::tf_current->{}", POSITIONS[at].1);
             match (kind.as_slice(), at < VECTORS) {
                 (["uint"], true) => Ok(format!("{value}.x")),
@@ -304,7 +336,10 @@ mod tests {
     #[test]
     fn entry_points_ask_for_what_the_parameters_name() {
         let translated = translate(SOURCE, Pass::Run).unwrap();
-        assert_eq!(translated.entries, [Entry { name: "f".into(), buffers: vec![(0, true), (2, false)] }]);
+        assert_eq!(
+            translated.entries,
+            [Entry { name: "f".into(), buffers: vec![(0, true), (2, false)], item: Item::Threadgroup }]
+        );
         for part in [
             "f(static_cast<float *>(msl::tf_buffer(0u)), *static_cast<const uint *>(msl::tf_buffer(2u)), \
              msl::tf_current->position_in_grid.x)",

@@ -131,7 +131,8 @@ impl Program {
         let mut report = Report { threadgroup_bytes: 0, switches: 0 };
         let mut first: Option<Vec<Option<Vec<u8>>>> = None;
         for (&schedule, poison) in schedules.iter().zip(POISONS.iter().cycle()) {
-            let library = if schedule.checked { &self.checked } else { &self.plain };
+            let plain = || self.plain.as_ref().expect("a program built for checks is run with checks");
+            let library = if schedule.checked { &self.checked } else { plain() };
             let library = library.lock().expect("a run that panicked left the runtime in an unknown state");
             let (outputs, seen) = execute(&library, launch, schedule, *poison, bytes_max)?;
             report = seen;

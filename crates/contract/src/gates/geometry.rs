@@ -1,36 +1,24 @@
 //! Gate 2: does the launch matter? Each row's bits are compared with those it has among all rows in order.
 
-use crate::probe::{Failure, Probe, Setting, compare_rows};
-use tf_kernels::contract::{Fill, Pick};
-use tf_numerics::lanes::Level;
+use crate::probe::{Failure, Probe, compare_rows};
+use tf_kernels::contract::Pick;
 
 /// Row counts of a launch: small ones, and both sides of every power of two that a tile could have.
 pub const ROW_COUNTS: &[usize] = &[1, 2, 3, 5, 6, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128];
-const THREADS_MAX: usize = 3;
 /// Sizes of pieces that all rows are cut into.
 const CHUNKS: &[usize] = &[3, 7, 50];
 
-/// Every level that this CPU has, with one to three threads.
-pub fn settings() -> Vec<Setting> {
-    let mut settings = Vec::new();
-    for level in Level::available() {
-        for threads in 1..=THREADS_MAX {
-            settings.push(Setting { level, threads, fill: Fill::NAN });
-        }
-    }
-    settings
-}
-
 pub fn check(probe: &mut Probe<'_>) -> Result<(), Failure> {
     let all = probe.all_rows();
-    let base = probe.launch(Setting::plain(), &all)?.rows;
+    let target = probe.queues.target.clone();
+    let settings = target.settings();
+    let base = probe.launch(target.plain(), &all)?.rows;
     for (index, (what, picks)) in launches(all.len()).into_iter().enumerate() {
         // Every launch meets other levels and thread counts; all rows at once meet all of them.
-        let settings = settings();
         let chosen = if what == "all rows" { &settings[..] } else { &settings[index % settings.len()..][..1] };
         for setting in chosen {
             let got = probe.launch(*setting, &picks)?.rows;
-            let what = format!("{what} ({})", setting.name());
+            let what = format!("{what} ({})", target.name(*setting));
             compare_rows(&picks, &got, &base, &what, &mut probe.tally)?;
         }
     }

@@ -3,10 +3,9 @@
 //! Outputs, scratch and padding hold another pattern in each launch: an element that keeps its pattern, or a sum that read
 //! one, differs between them. Guards, inputs and what is nobody's are watched by the stage.
 
-use crate::probe::{Failure, Probe, Setting, compare_rows};
+use crate::probe::{Failure, Probe, compare_rows};
 use tf_device::Queue;
 use tf_kernels::contract::{Fill, Pick};
-use tf_numerics::lanes::Level;
 
 const FILLS: &[Fill] = &[Fill::NAN, Fill::LARGE, Fill::ZERO];
 
@@ -14,13 +13,15 @@ pub fn check(probe: &mut Probe<'_>) -> Result<(), Failure> {
     let all = probe.all_rows();
     let few: Vec<Pick> = all.iter().copied().take(3).collect();
     for picks in [&all, &few] {
-        for level in Level::available() {
+        let target = probe.queues.target.clone();
+        for setting in target.careful() {
             let mut base: Option<Vec<Vec<u32>>> = None;
             for &fill in FILLS {
-                let setting = Setting { level, threads: 2, fill };
+                let setting = setting.with_fill(fill);
                 dirty_scratch(&mut probe.queues.of(setting).queue, fill);
                 let outcome = probe.launch(setting, picks)?;
-                let what = format!("{} rows on {level}, memory full of {:#010x}", picks.len(), fill.word);
+                let what =
+                    format!("{} rows on {}, memory full of {:#010x}", picks.len(), target.name(setting), fill.word);
                 if let Some(problem) = outcome.problems.first() {
                     return Err(Failure::Red(format!("{what}: {problem}")));
                 }
@@ -49,7 +50,11 @@ pub fn dirty_scratch(queue: &mut Queue, fill: Fill) {
                 indices.fill(fill.word);
             }
         }
-        // A GPU's queue keeps no scratch of its own.
-        Queue::Gpu(_) => {}
+        Queue::Gpu(queue) => {
+            for scratch in queue.scratch_mut() {
+                let words = vec![fill.word; scratch.len_of::<u32>()];
+                scratch.write(0, &words).expect("a device takes as much as its scratch holds");
+            }
+        }
     }
 }

@@ -2,14 +2,15 @@
 //! queue's launches, in turn and at the same time.
 
 use crate::gates::memory::dirty_scratch;
-use crate::probe::{Counted, Failure, Probe, Setting, compare_rows, launch_on};
+use crate::probe::{Counted, Failure, Probe, compare_rows, launch_on};
 use tf_kernels::contract::{Fill, Pick};
 
 pub fn check(probe: &mut Probe<'_>) -> Result<(), Failure> {
     let all = probe.all_rows();
-    let setting = Setting { threads: 2, ..Setting::plain() };
+    let target = probe.queues.target.clone();
+    let [setting, other_setting] = target.pair();
     let fill = setting.fill;
-    let mut queue = Counted::new(setting);
+    let mut queue = Counted::new(&target, setting);
     let base = probe.launch_on(&mut queue, fill, &all)?.rows;
     let mut other: Vec<Pick> = all.iter().rev().copied().step_by(2).collect();
     other.extend((0..Pick::POISON_KINDS).map(Pick::Poison));
@@ -25,7 +26,7 @@ pub fn check(probe: &mut Probe<'_>) -> Result<(), Failure> {
         compare_rows(&all, &dirty, &base, "from dirty scratch", &mut probe.tally)?;
     }
 
-    let mut second = Counted::new(Setting { threads: 1, ..setting });
+    let mut second = Counted::new(&target, other_setting);
     for turn in 0..2 {
         let theirs = probe.launch_on(&mut second, fill, &other)?.rows;
         compare_rows(&other, &theirs, &base, &format!("on another queue, turn {turn}"), &mut probe.tally)?;

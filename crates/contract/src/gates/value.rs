@@ -1,11 +1,14 @@
-//! Gate 1: is every element inside the interval that the float64 definition allows?
+//! Gate 1: is every element inside the interval that the float64 definition allows? And where a GPU's kernel has the CPU's
+//! bits: has it?
 
-use crate::probe::{Failure, Probe, Setting};
+use crate::probe::{Counted, Failure, Planted, Probe, Setting, compare_rows, launch_on};
+use crate::target::Target;
 use tf_kernels::contract::Expected;
 
 pub fn check(probe: &mut Probe<'_>) -> Result<(), Failure> {
     let picks = probe.all_rows();
-    let outcome = probe.launch(Setting::plain(), &picks)?;
+    let plain = probe.queues.target.plain();
+    let outcome = probe.launch(plain, &picks)?;
     for (row, words) in outcome.rows.iter().enumerate() {
         // A row may leave no output in this launch, as one that a ring has no more room for.
         if words.is_empty() {
@@ -19,6 +22,11 @@ pub fn check(probe: &mut Probe<'_>) -> Result<(), Failure> {
         for (element, (got, expected)) in got.into_iter().zip(expected).enumerate() {
             judge(probe, row, element, got, expected)?;
         }
+    }
+    if probe.queues.target.has_cpu_bits(probe.kernel) {
+        let mut cpu = Counted::new(&Target::Cpu, Setting::plain());
+        let theirs = launch_on(probe.world, &mut cpu, Planted::NONE, Setting::plain().fill, &picks)?;
+        compare_rows(&picks, &outcome.rows, &theirs.rows, "beside the CPU", &mut probe.tally)?;
     }
     Ok(())
 }

@@ -61,6 +61,11 @@ impl GpuQueue {
         self.scratch.insert(name, buffer);
     }
 
+    /// The working memory that it keeps.
+    pub fn scratch_mut(&mut self) -> impl Iterator<Item = &mut Buffer> {
+        self.scratch.values_mut()
+    }
+
     /// The refusal of a family that has no code for this backend.
     pub fn unsupported(&self, kernel: &'static str) -> LaunchError {
         LaunchError::NoKernel { program: kernel, entry: kernel, backend: self.backend() }

@@ -38,6 +38,45 @@ pub const CAUSAL: Contract = Contract {
     make,
     limits: &[],
     controls: CONTROLS,
+    edits: &[
+        metal(
+            "reads the next slot of the ring (Metal)",
+            "position % shape.ring_len",
+            "(position + 1u) % shape.ring_len",
+        ),
+        metal(
+            "leaves the sink out (Metal)",
+            "denominator[0] = sum + exp_own(sinks[head] - most);",
+            "denominator[0] = sum;",
+        ),
+        metal("leaves the probabilities unrounded (Metal)", "fma(bf16_round(scores[j]),", "fma(scores[j],"),
+        metal("turns the output the other way (Metal)", "shape.rope_dim, -1.0f)", "shape.rope_dim, 1.0f)"),
+        metal(
+            "drops the barrier before the scores (Metal)",
+            "1.0f);\n    }\n    threadgroup_barrier(mem_flags::mem_threadgroup);\n\n    for (uint j",
+            "1.0f);\n    }\n    for (uint j",
+        ),
+        metal(
+            "looks one further back (Metal)",
+            "reach > shape.window ? reach - shape.window : 0u",
+            "reach > shape.window ? reach - shape.window - 1u : 0u",
+        ),
+        metal(
+            "swaps the nibbles (Metal)",
+            "c % 32u < 16u ? byte & 15u : byte >> 4",
+            "c % 32u >= 16u ? byte & 15u : byte >> 4",
+        ),
+        metal(
+            "sees the rows behind (Metal)",
+            "shape.is_block != 0u ? start + windows[window].row_count : position + 1u",
+            "start + windows[window].row_count",
+        ),
+        metal(
+            "takes the scale of another block (Metal)",
+            "record[head_dim / 2u + c / 16u]",
+            "record[head_dim / 2u + c / 32u]",
+        ),
+    ],
     standard: STANDARD_CONTROLS,
 };
 
@@ -66,8 +105,31 @@ pub const BLOCK: Contract = Contract {
         CONTROLS[4].copy(),
         Control::value("sees only the block's rows up to its own"),
     ],
+    edits: &[
+        metal(
+            "reads the next slot of the ring (Metal)",
+            "position % shape.ring_len",
+            "(position + 1u) % shape.ring_len",
+        ),
+        metal(
+            "leaves the sink out (Metal)",
+            "denominator[0] = sum + exp_own(sinks[head] - most);",
+            "denominator[0] = sum;",
+        ),
+        metal("turns the output the other way (Metal)", "shape.rope_dim, -1.0f)", "shape.rope_dim, 1.0f)"),
+        metal(
+            "sees no row behind (Metal)",
+            "shape.is_block != 0u ? start + windows[window].row_count : position + 1u",
+            "position + 1u",
+        ),
+    ],
     ..CAUSAL
 };
+
+/// An edit of this family's Metal source, which gate 1 must notice.
+const fn metal(name: &'static str, find: &'static str, replace: &'static str) -> Control {
+    Control::metal(name, Gate::Value, include_str!("kernel.metal"), find, replace)
+}
 
 const CONTROLS: &[Control] = &[
     Control::value("leaves the sink out"),

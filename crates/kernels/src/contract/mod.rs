@@ -17,6 +17,8 @@ pub use span::{Span, U, dot_error, dot_span, qdq_e4m3, qdq_fine, qdq_fp4, rotate
 pub use stage::{Fill, Input, Outcome, Output, Stage, Word};
 pub use values::{Values, gather};
 
+use tf_device::gpu::Backend;
+
 /// One of the four questions.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Gate {
@@ -58,6 +60,8 @@ pub struct Contract {
     pub make: fn(&Case, u64) -> Box<dyn World>,
     pub limits: &'static [Limit],
     pub controls: &'static [Control],
+    /// Edits of its GPU sources.
+    pub edits: &'static [Control],
     /// What every kernel carries besides: [`STANDARD_CONTROLS`], or [`IN_PLACE_CONTROLS`].
     pub standard: &'static [Control],
 }
@@ -67,9 +71,9 @@ impl Contract {
         self.name.split('/').next().expect("a split gives one part")
     }
 
-    /// The kernel's own controls, then those that every kernel carries.
+    /// The kernel's own controls, its edits, then those that every kernel carries.
     pub fn all_controls(&self) -> impl Iterator<Item = &Control> {
-        self.controls.iter().chain(self.standard)
+        self.controls.iter().chain(self.edits).chain(self.standard)
     }
 }
 
@@ -185,8 +189,8 @@ pub enum Plant {
     Arguments,
     /// In what the launch leaves behind, by the stage.
     Outcome(Tamper),
-    /// In the kernel's source text, where `find` must occur exactly once: CUDA and Metal.
-    Edit { source: &'static str, find: &'static str, replace: &'static str },
+    /// In a GPU's source text, a kernel's own or one that it includes, where `find` must occur exactly once.
+    Edit { backend: Backend, source: &'static str, find: &'static str, replace: &'static str },
 }
 
 impl Control {
@@ -196,6 +200,17 @@ impl Control {
 
     pub const fn geometry(name: &'static str) -> Control {
         Control { name, gate: Gate::Geometry, plant: Plant::Arguments }
+    }
+
+    /// An edit of a Metal source.
+    pub const fn metal(
+        name: &'static str,
+        gate: Gate,
+        source: &'static str,
+        find: &'static str,
+        replace: &'static str,
+    ) -> Control {
+        Control { name, gate, plant: Plant::Edit { backend: Backend::Metal, source, find, replace } }
     }
 
     /// The same control of another kernel.

@@ -23,7 +23,7 @@ impl Fill {
 }
 
 /// An element that the stage can poison and compare.
-pub trait Word: Element {
+pub trait Word: Element + Default {
     fn word(self) -> u32;
     fn of_fill(fill: Fill) -> Self;
 }
@@ -68,6 +68,27 @@ pub struct Output {
     before: Vec<u8>,
 }
 
+impl Input {
+    /// What it held before the launch, as the host sees it.
+    pub fn held(&self) -> &[u8] {
+        self.buffer.host().unwrap_or(&self.before)
+    }
+}
+
+impl Output {
+    /// What it holds now.
+    pub fn held<T: Word>(&self) -> Vec<T> {
+        self.buffer.to_vec().expect("what a launch left can be read")
+    }
+
+    /// Changes what it holds: how a defect is planted behind a launch.
+    pub fn edit<T: Word>(&mut self, change: impl FnOnce(&mut [T])) {
+        let mut held = self.held::<T>();
+        change(&mut held);
+        self.buffer.write(0, &held).expect("a device takes what it gave");
+    }
+}
+
 /// What a launch left.
 pub struct Outcome {
     /// Each pick's output words.
@@ -91,15 +112,16 @@ pub struct Stage<'q> {
 }
 
 impl<'q> Stage<'q> {
-    /// A stage for a launch of `pick_count` rows on a queue that has run `earlier_launches` before.
+    /// A stage for a launch of `pick_count` rows on a queue that has run `earlier_launches` before. `threads`: the number of
+    /// the launch's geometry, on the CPU its threads.
     pub fn new(
         queue: &'q mut Queue,
         pick_count: usize,
         fill: Fill,
         tamper: Option<Tamper>,
         earlier_launches: usize,
+        threads: usize,
     ) -> Stage<'q> {
-        let threads = queue.threads();
         let rows = vec![Vec::new(); pick_count];
         Stage { queue, elapsed: Duration::ZERO, fill, tamper, earlier_launches, threads, rows, problems: Vec::new() }
     }
@@ -118,49 +140,54 @@ impl<'q> Stage<'q> {
         result.map_err(|error| format!("refused: {error}"))
     }
 
-    /// Threads of the queue.
+    /// Where its buffers are, and where weights are to be packed.
+    pub fn device(&self) -> Device {
+        self.queue.device()
+    }
+
+    /// Threads of the queue, or the number of the geometry.
     pub fn threads(&self) -> usize {
         self.threads
     }
 
     fn buffer<T: Word>(&self, values: &[T], slack: usize) -> Buffer {
         let count = values.len() + slack;
-        let mut buffer = Buffer::guarded(&Device::cpu(), count * size_of::<T>(), self.fill.guard)
+        let mut buffer = Buffer::guarded(&self.queue.device(), count * size_of::<T>(), self.fill.guard)
             .expect("a case of the contract fits into memory");
-        let held = buffer.view_mut::<T>();
-        held[..values.len()].copy_from_slice(values);
-        held[values.len()..].fill(T::of_fill(self.fill));
+        let mut held = values.to_vec();
+        held.resize(count, T::of_fill(self.fill));
+        buffer.write(0, &held).expect("a device takes a case's values");
         buffer
     }
 
     /// An input of exactly these values.
     pub fn input<T: Word>(&self, name: &'static str, values: &[T]) -> Input {
         let buffer = self.buffer(values, 0);
-        Input { name, before: buffer.u8().to_vec(), buffer }
+        Input { name, before: bytes(&buffer), buffer }
     }
 
     /// An input that may hold more rows than the launch has; those behind are poisoned.
     pub fn rows_in<T: Word>(&self, name: &'static str, values: &[T]) -> Input {
         let buffer = self.buffer(values, SLACK);
-        Input { name, before: buffer.u8().to_vec(), buffer }
+        Input { name, before: bytes(&buffer), buffer }
     }
 
     /// A poisoned output of `count` elements, and more behind it.
     pub fn output<T: Word>(&self, name: &'static str, count: usize) -> Output {
         let buffer = self.buffer(&vec![T::of_fill(self.fill); count], SLACK);
-        Output { name, before: buffer.u8().to_vec(), buffer }
+        Output { name, before: bytes(&buffer), buffer }
     }
 
     /// A buffer that the launch reads and overwrites, with poison behind it.
     pub fn in_place<T: Word>(&self, name: &'static str, values: &[T]) -> Output {
         let buffer = self.buffer(values, SLACK);
-        Output { name, before: buffer.u8().to_vec(), buffer }
+        Output { name, before: bytes(&buffer), buffer }
     }
 
     /// A cache of exactly these elements.
     pub fn cache<T: Word>(&self, name: &'static str, values: &[T]) -> Output {
         let buffer = self.buffer(values, 0);
-        Output { name, before: buffer.u8().to_vec(), buffer }
+        Output { name, before: bytes(&buffer), buffer }
     }
 
     /// A poisoned cache of exactly `count` elements.
@@ -171,9 +198,9 @@ impl<'q> Stage<'q> {
     /// Checks that an input is as it was.
     pub fn read(&mut self, mut input: Input) {
         if self.tamper == Some(Tamper::WritesInput)
-            && let Some(byte) = input.buffer.u8_mut().first_mut()
+            && let Some(byte) = bytes(&input.buffer).first()
         {
-            *byte ^= 1;
+            input.buffer.write(0, &[byte ^ 1]).expect("a device takes a byte");
         }
         if let Some(at) = input.buffer.guard_damage() {
             self.problems.push(format!(
@@ -182,7 +209,7 @@ impl<'q> Stage<'q> {
                 input.before.len()
             ));
         }
-        let changed = input.buffer.u8().iter().zip(&input.before).position(|(now, before)| now != before);
+        let changed = bytes(&input.buffer).iter().zip(&input.before).position(|(now, before)| now != before);
         if let Some(at) = changed {
             self.problems.push(format!("input {} was written at byte {at}", input.name));
         }
@@ -231,10 +258,10 @@ impl<'q> Stage<'q> {
         }
         let last = ranges.iter().map(|(_, range)| range.end).max().unwrap_or(0);
         if self.tamper == Some(Tamper::LeavesLast) && last > 0 {
-            let bytes = (last - 1) * size_of::<T>()..last * size_of::<T>();
-            output.buffer.u8_mut()[bytes.clone()].copy_from_slice(&output.before[bytes]);
+            let range = (last - 1) * size_of::<T>()..last * size_of::<T>();
+            output.buffer.write(range.start, &output.before[range]).expect("a device takes what it gave");
         }
-        let now = output.buffer.view::<T>();
+        let now = output.held::<T>();
         let mut promised = vec![false; now.len()];
         for range in free {
             promised[range.clone()].fill(true);
@@ -244,10 +271,10 @@ impl<'q> Stage<'q> {
             self.rows[pick].extend(now[range].iter().map(|element| element.word()));
         }
         let size = size_of::<T>();
-        let now = output.buffer.u8();
+        let now = bytes(&output.buffer);
         for (index, _) in promised.iter().enumerate().filter(|(_, promised)| !**promised) {
-            let bytes = index * size..(index + 1) * size;
-            if now[bytes.clone()] != output.before[bytes] {
+            let range = index * size..(index + 1) * size;
+            if now[range.clone()] != output.before[range] {
                 self.problems.push(format!("{} was written at element {index}, which is nobody's", output.name));
                 break;
             }
@@ -277,4 +304,8 @@ impl<'q> Stage<'q> {
         }
         Outcome { rows: self.rows, problems: self.problems, elapsed: self.elapsed }
     }
+}
+
+fn bytes(buffer: &Buffer) -> Vec<u8> {
+    buffer.to_vec().expect("a buffer of the contract can be read")
 }

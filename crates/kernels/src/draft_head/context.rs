@@ -42,6 +42,7 @@ pub const CONTEXT: Contract = Contract {
         Control::value("eps in bf16"),
         Control::geometry("numbers the rows of a window from the launch's first"),
     ],
+    edits: &[],
     standard: STANDARD_CONTROLS,
 };
 
@@ -96,8 +97,8 @@ fn make(case: &Case, seed: u64) -> Box<dyn World> {
 }
 
 impl Stored {
-    fn pack(&self) -> Result<linear_fp8::Weights, String> {
-        linear_fp8::Weights::pack(&Device::cpu(), &self.codes, &self.scales, self.rows, self.columns)
+    fn pack(&self, device: &Device) -> Result<linear_fp8::Weights, String> {
+        linear_fp8::Weights::pack(device, &self.codes, &self.scales, self.rows, self.columns)
             .map_err(|error| error.to_string())
     }
 
@@ -128,7 +129,8 @@ impl World for Context {
             taps.rotate_right(self.main_proj.columns);
         }
         let eps = if fault.is("eps in bf16") { bf16(f64::from(EPS)) as f32 } else { EPS };
-        let (main_proj, wkv) = (self.main_proj.pack()?, self.wkv.pack()?);
+        let device = stage.device();
+        let (main_proj, wkv) = (self.main_proj.pack(&device)?, self.wkv.pack(&device)?);
         let taps = stage.rows_in("taps", &taps);
         let (main_norm, kv_norm) = (stage.input("main norm", &self.main_norm), stage.input("kv norm", &self.kv_norm));
         let mut projected = stage.output::<f32>("projected", rows * hidden);

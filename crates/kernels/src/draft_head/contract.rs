@@ -35,8 +35,37 @@ pub const DRAFT_HEAD: Contract = Contract {
         Control::value("leaves the rank out of the confidence"),
         Control::geometry("takes the anchor of the first sequence"),
     ],
+    edits: &[
+        metal(
+            "goes on from the anchor (Metal)",
+            "shape.step == 0u ? anchors[sequence]",
+            "shape.step <= 1u ? anchors[sequence]",
+        ),
+        metal(
+            "takes the base of the first step (Metal)",
+            "base[ulong(sequence * shape.block + shape.step)",
+            "base[ulong(sequence * shape.block)",
+        ),
+        metal("drops the last of the rank (Metal)", "k < shape.rank; k++) sum", "k + 1u < shape.rank; k++) sum"),
+        metal(
+            "ties between lanes go to the larger id (Metal)",
+            "const uint first = simd_min(best == largest && largest > 0x007fffffu ? token : 0xffffffffu);",
+            "const uint first = simd_max(best == largest && largest > 0x007fffffu ? token : 0u);",
+        ),
+        metal(
+            "takes the hidden row of the first step (Metal)",
+            "hidden_rows + ulong(sequence * shape.block + shape.step)",
+            "hidden_rows + ulong(sequence * shape.block)",
+        ),
+        metal("leaves the state out of the confidence (Metal)", "= of_hidden + of_state;", "= of_hidden;"),
+    ],
     standard: HOST_CONTROLS,
 };
+
+/// An edit of this family's Metal source, which gate 1 must notice.
+const fn metal(name: &'static str, find: &'static str, replace: &'static str) -> Control {
+    Control::metal(name, Gate::Value, include_str!("kernel.metal"), find, replace)
+}
 
 struct Heads {
     vocabulary: usize,

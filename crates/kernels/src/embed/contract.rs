@@ -20,8 +20,18 @@ pub const EMBED: Contract = Contract {
         Control::value("drops the last column of the last stream"),
         Control::value("starts the mix at the last stream"),
     ],
+    edits: &[
+        metal("takes the next token's row (Metal)", "ids[row]) * shape.columns", "ids[row] + 1u) * shape.columns"),
+        metal("starts the mix at the last stream (Metal)", "copy % shape.streams == 0u", "copy % shape.streams == 3u"),
+        metal("writes a row that there isn't", "    if (row >= shape.rows) return;\n", ""),
+    ],
     standard: STANDARD_CONTROLS,
 };
+
+/// An edit of this family's Metal source, which gate 1 must notice.
+const fn metal(name: &'static str, find: &'static str, replace: &'static str) -> Control {
+    Control::metal(name, Gate::Value, include_str!("kernel.metal"), find, replace)
+}
 
 /// Rows of the table that only poison picks read: one for each kind.
 const POISONED: usize = Pick::POISON_KINDS;
@@ -70,11 +80,13 @@ impl World for Embedding {
         stage.run(|queue| launch(queue, args))?;
         for row in 0..picks.len() {
             if fault.is("drops the last column of the last stream") {
-                out.buffer.f32_mut()[(row + 1) * width - 1] = 0.0;
+                out.edit::<f32>(|out| out[(row + 1) * width - 1] = 0.0);
             }
             if fault.is("starts the mix at the last stream") {
-                mix.buffer.f32_mut()[row * self.streams..][..self.streams].rotate_left(1);
-                mix.buffer.f32_mut()[row * self.streams] += 0.5;
+                mix.edit::<f32>(|mix| {
+                    mix[row * self.streams..][..self.streams].rotate_left(1);
+                    mix[row * self.streams] += 0.5;
+                });
             }
         }
         stage.read(table);

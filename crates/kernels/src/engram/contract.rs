@@ -24,6 +24,11 @@ pub const GATHER: Contract = Contract {
         Control::value("swaps two columns"),
         Control::value("reads the row after"),
     ],
+    edits: &[metal(
+        "takes the first scale (Metal)",
+        "scales[row * (shape.columns / 32u) + block]",
+        "scales[row * (shape.columns / 32u)]",
+    )],
     standard: STANDARD_CONTROLS,
 };
 
@@ -48,8 +53,29 @@ pub const GATE: Contract = Contract {
         Control::value("leaves the q weight out"),
         Control::value("gates rows of an image"),
     ],
+    edits: &[
+        metal(
+            "takes the next stream's key (Metal)",
+            "kv + (row * 5u + i) * hidden",
+            "kv + (row * 5u + (i + 1u) % 4u) * hidden",
+        ),
+        metal("takes a key for the value (Metal)", "kv + (row * 5u + 4u) * hidden", "kv + (row * 5u + 3u) * hidden"),
+        metal(
+            "leaves the last column out (Metal)",
+            "c += 64u) {\n        even",
+            "c += 64u) {\n        if (c + 1u < hidden) even",
+        ),
+        metal("changes rows of images (Metal)", "    if (shape.has_images != 0u && image[row] != 0) return;\n", ""),
+        metal("leaves the root of the width out (Metal)", " / sqrt(float(hidden));", ";"),
+        metal("loses the sign (Metal)", "| (to_bits(d) & 0x80000000u)", "| 0u"),
+    ],
     standard: IN_PLACE_CONTROLS,
 };
+
+/// An edit of this family's Metal source, which gate 1 must notice.
+const fn metal(name: &'static str, find: &'static str, replace: &'static str) -> Control {
+    Control::metal(name, crate::contract::Gate::Value, include_str!("kernel.metal"), find, replace)
+}
 
 const TABLE_ROWS: usize = 300;
 
@@ -102,8 +128,8 @@ impl World for Table {
         let (codes, scales) = (stage.input("codes", &codes), stage.input("scales", &scales));
         let mut out = stage.output::<f32>("out", ids.len() * head_dim);
         let args = GatherArgs {
-            codes: codes.buffer.u8(),
-            scales: scales.buffer.u8(),
+            codes: codes.held(),
+            scales: scales.held(),
             ids: &ids,
             columns,
             head_dim,

@@ -45,6 +45,24 @@ pub const ENTER: Contract = Contract {
         Control::value("collapses with the mix of the next row"),
         Control::value("leaves post out"),
     ],
+    edits: &[
+        metal("shortens the products (Metal)", "c < width; c += 16u) sum", "c + 16u < width; c += 16u) sum"),
+        metal("adds both halves of the SIMD group (Metal)", "output = 2u * pair + lane / 16u", "output = 2u * pair"),
+        metal("drops the barrier before the new mix (Metal)", "    simdgroup_barrier(mem_flags::mem_device);\n", ""),
+        metal("iterates once less (Metal)", "uint i = 1u; i < shape.iterations", "uint i = 2u; i < shape.iterations"),
+        metal(
+            "leaves eps out (Metal)",
+            "value / sum4(value, row_base, 1u) + eps;",
+            "value / sum4(value, row_base, 1u);",
+        ),
+        metal(
+            "takes the maximum of three (Metal)",
+            "max_second(max_second(max_second(v0, v1), v2), v3)",
+            "max_second(max_second(v0, v1), v2)",
+        ),
+        metal("swaps the scales (Metal)", "* scale[2] + base[8u + at]", "* scale[1] + base[8u + at]"),
+        metal("adds four in pairs (Metal)", "return ((v0 + v1) + v2) + v3;", "return (v0 + v1) + (v2 + v3);"),
+    ],
     standard: STANDARD_CONTROLS,
 };
 
@@ -64,6 +82,23 @@ pub const EXPAND: Contract = Contract {
         Control::value("takes comb transposed"),
         Control::value("leaves post out"),
         Control::geometry("takes post of the first row"),
+    ],
+    edits: &[
+        metal(
+            "turns comb around (Metal)",
+            "device const float *weights = comb + row * 16u + j;",
+            "device const float *weights = comb + row * 16u + 3u - j;",
+        ),
+        metal(
+            "takes a stream twice (Metal)",
+            "x2 = x[2u * hidden], x3 = x[3u * hidden], out",
+            "x2 = x[2u * hidden], x3 = x[2u * hidden], out",
+        ),
+        metal(
+            "leaves the rounding out (Metal)",
+            "bf16_round(sum + post[row * 4u + j] * out)",
+            "sum + post[row * 4u + j] * out",
+        ),
     ],
     standard: IN_PLACE_CONTROLS,
 };
@@ -86,6 +121,10 @@ pub const COLLAPSE: Contract = Contract {
         Control::value("eps in bf16"),
         Control::geometry("takes the mix of the first row"),
     ],
+    edits: &[
+        metal("leaves the last stream out (Metal)", "    sum = sum + m3 * x[3u * hidden];\n", ""),
+        metal("drops a half of the squares (Metal)", "if (c + 32u < hidden) {", "if (c + 64u < hidden) {"),
+    ],
     standard: STANDARD_CONTROLS,
 };
 
@@ -102,8 +141,17 @@ pub const TAP: Contract = Contract {
     make: |case, seed| Box::new(Tap(make(case, seed))),
     limits: &[],
     controls: &[Control::value("leaves the last stream out"), Control::value("sums instead of the mean")],
+    edits: &[
+        metal("takes three streams (Metal)", "+ x[3u * hidden]) * 0.25f", ") * 0.25f"),
+        metal("leaves the offset out (Metal)", "shape.out_columns + shape.out_offset + c", "shape.out_columns + c"),
+    ],
     standard: STANDARD_CONTROLS,
 };
+
+/// An edit of this family's Metal source, which gate 1 must notice.
+const fn metal(name: &'static str, find: &'static str, replace: &'static str) -> Control {
+    Control::metal(name, Gate::Value, include_str!("kernel.metal"), find, replace)
+}
 
 const NORM_EPS: f32 = 1e-6;
 

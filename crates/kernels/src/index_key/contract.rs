@@ -28,8 +28,27 @@ pub const INDEX_KEY: Contract = Contract {
         Control::value("swaps the nibbles"),
         Control::geometry("takes the entry of the first row of the launch"),
     ],
+    edits: &[
+        metal("swaps the nibbles (Metal)", "uchar(code | high << 4)", "uchar(high | code << 4)"),
+        metal("takes the next place (Metal)", "place = inside % 16u", "place = (inside + 1u) % 16u"),
+        metal(
+            "takes the scale a step too small (Metal)",
+            "(bits >> 23) + ((bits & 0x7fffffu) != 0u ? 1u : 0u)",
+            "(bits >> 23)",
+        ),
+        metal(
+            "takes the pages of the first sequence (Metal)",
+            "table[slot * shape.pages_per_slot",
+            "table[0u * shape.pages_per_slot",
+        ),
+    ],
     standard: STANDARD_CONTROLS,
 };
+
+/// An edit of this family's Metal source, which gate 1 must notice.
+const fn metal(name: &'static str, find: &'static str, replace: &'static str) -> Control {
+    Control::metal(name, Gate::Value, include_str!("kernel.metal"), find, replace)
+}
 
 const EPS: f32 = 1e-6;
 const BASE: f64 = 1.6e5;
@@ -115,7 +134,7 @@ impl World for Keys {
             let places = places(&pages_view, entry.slot, entry.entry as usize, head_dim);
             if fault.is("swaps the nibbles") {
                 let codes = places[..head_dim / 8].iter().flat_map(|place| place.clone());
-                codes.for_each(|at| cache.buffer.u8_mut()[at] = cache.buffer.u8()[at].rotate_left(4));
+                cache.edit::<u8>(|cache| codes.for_each(|at| cache[at] = cache[at].rotate_left(4)));
             }
             ranges.extend(places.into_iter().map(|place| (row, place)));
         }

@@ -24,8 +24,30 @@ pub const INDEX_QUERY: Contract = Contract {
         Control::value("applies the factor twice"),
         Control::geometry("takes the position of the first row of the launch"),
     ],
+    edits: &[
+        metal(
+            "turns by the row's index (Metal)",
+            "shape.head_dim, rows[row].position, frequencies",
+            "shape.head_dim, row, frequencies",
+        ),
+        metal(
+            "takes the scale a step too small (Metal)",
+            "(bits >> 23) + ((bits & 0x7fffffu) != 0u ? 1u : 0u)",
+            "(bits >> 23)",
+        ),
+        metal(
+            "leaves the weights unrounded (Metal)",
+            "bf16_round(weights[item] * shape.factor)",
+            "weights[item] * shape.factor",
+        ),
+    ],
     standard: IN_PLACE_CONTROLS,
 };
+
+/// An edit of this family's Metal source, which gate 1 must notice.
+const fn metal(name: &'static str, find: &'static str, replace: &'static str) -> Control {
+    Control::metal(name, Gate::Value, include_str!("kernel.metal"), find, replace)
+}
 
 const BASE: f64 = 1.6e5;
 

@@ -31,6 +31,16 @@ pub const INDEX_SCORE: Contract = Contract {
         Control::value("leaves the maximum with zero out"),
         Control::value("takes the next group's scale"),
     ],
+    edits: &[
+        metal("leaves the rectifier out (Metal)", "max_second(dots[h], 0.0f)", "dots[h]"),
+        metal("takes the neighbour's nibble (Metal)", ">> 4u * (c % 8u) & 15u", ">> 4u * (c % 8u ^ 1u) & 15u"),
+        metal("takes the first scale (Metal)", "scales[16u * (c / 32u)]", "scales[0]"),
+        metal(
+            "adds the heads from the last (Metal)",
+            "for (uint h = 0u; h < here; h++) {\n            total",
+            "for (uint g = 0u; g < here; g++) {\n            const uint h = here - 1u - g;\n            total",
+        ),
+    ],
     standard: STANDARD_CONTROLS,
 };
 
@@ -74,8 +84,36 @@ pub const SELECT: Contract = Contract {
         Control::value("does not keep to the candidates"),
         Control::geometry("starts a tile with the selection of the row before"),
     ],
+    edits: &[
+        Control::metal(
+            "drops the barrier behind the selection (Metal)",
+            Gate::Value,
+            include_str!("../top_k/kernel.metal"),
+            "        simdgroup_barrier(mem_flags::mem_device);\n",
+            "",
+        ),
+        Control::metal(
+            "takes the tail of the last block (Metal)",
+            Gate::Value,
+            include_str!("../top_k/kernel.metal"),
+            "entries -= min(end > seen ? end - seen : 0u, shape.block_size);",
+            "",
+        ),
+        metal("leaves the rectifier out (Metal)", "max_second(dots[h], 0.0f)", "dots[h]"),
+        metal("takes the neighbour's nibble (Metal)", ">> 4u * (c % 8u) & 15u", ">> 4u * (c % 8u ^ 1u) & 15u"),
+        metal(
+            "scores entries that are no candidates (Metal)",
+            "shape.restricted != 0u &&",
+            "shape.restricted == 2u &&",
+        ),
+    ],
     standard: STANDARD_CONTROLS,
 };
+
+/// An edit of this family's Metal source, which gate 1 must notice.
+const fn metal(name: &'static str, find: &'static str, replace: &'static str) -> Control {
+    Control::metal(name, Gate::Value, include_str!("kernel.metal"), find, replace)
+}
 
 const ENTRIES_PER_PAGE: usize = 32;
 const SEQUENCES: usize = 3;
@@ -319,7 +357,7 @@ impl World for Scores {
                         query.iter().zip(&key).map(|(q, k)| f64::from(*q) * k).sum::<f64>()
                     };
                     let sum: f64 = (0..heads).map(|h| f64::from(index.weights[row * heads + h]) * product(h)).sum();
-                    scores.buffer.f32_mut()[place * stride + entry] = sum as f32;
+                    scores.edit::<f32>(|scores| scores[place * stride + entry] = sum as f32);
                 }
             }
         }
@@ -395,17 +433,16 @@ impl World for Selection {
                 let mut kept = selection::top_k(&scores, top_k);
                 kept.iter_mut().for_each(|entry| *entry = count as u32 - 1 - *entry);
                 kept.sort_unstable();
-                selected.buffer.u32_mut()[place * top_k..][..kept.len()].copy_from_slice(&kept);
+                selected.edit::<u32>(|selected| selected[place * top_k..][..kept.len()].copy_from_slice(&kept));
             }
         }
         if fault.is("starts a tile with the selection of the row before") && rows > 4 {
-            let before: Vec<u32> = selected.buffer.u32()[2 * top_k..3 * top_k].to_vec();
-            selected.buffer.u32_mut()[3 * top_k..4 * top_k].copy_from_slice(&before);
+            selected.edit::<u32>(|selected| selected.copy_within(2 * top_k..3 * top_k, 3 * top_k));
         }
         stage.read(lists);
         stage.read(list_counts);
         view.read(stage);
-        let kept: Vec<usize> = counts.buffer.u32()[..rows].iter().map(|count| *count as usize).collect();
+        let kept: Vec<usize> = counts.held::<u32>()[..rows].iter().map(|count| *count as usize).collect();
         let held =
             kept.iter().enumerate().map(|(place, kept)| (place, place * top_k..place * top_k + (*kept).min(top_k)));
         let (held, free) =
@@ -414,7 +451,7 @@ impl World for Selection {
         stage.ranges_and_free::<u32>(selected, held, &free);
         if index.publish {
             let most = index.blocks_max;
-            let listed: Vec<u32> = block_counts.buffer.u32()[..rows].to_vec();
+            let listed: Vec<u32> = block_counts.held::<u32>()[..rows].to_vec();
             let length = |count: u32| if count == ALL_BLOCKS { 0 } else { (count as usize).min(most) };
             let held =
                 listed.iter().enumerate().map(|(place, count)| (place, place * most..place * most + length(*count)));

@@ -23,6 +23,26 @@ pub const RATIO1: Contract = Contract {
     make,
     limits: &[],
     controls: CONTROLS,
+    edits: &[
+        metal("swaps the nibbles (Metal)", "uchar(code | high << 4)", "uchar(high | code << 4)"),
+        metal("turns by the entry's number (Metal)", "entry * shape.ratio, frequencies", "entry + 1u, frequencies"),
+        metal(
+            "takes the other scale (Metal)",
+            "2u * b + lane / 16u] = uchar(scale)",
+            "2u * b + 1u - lane / 16u] = uchar(scale)",
+        ),
+        metal("takes the maximum of eight (Metal)", "ushort step = 8; step > 0", "ushort step = 4; step > 0"),
+        metal(
+            "looks no page up (Metal)",
+            "const uint page = table[slot * shape.pages_per_slot + entry / shape.entries_per_page];",
+            "const uint page = slot * shape.pages_per_slot + entry / shape.entries_per_page;",
+        ),
+        metal(
+            "drops a block (Metal)",
+            "for (uint b = 0u; b < blocks; b += 2u)",
+            "for (uint b = 0u; b + 2u < blocks; b += 2u)",
+        ),
+    ],
     standard: STANDARD_CONTROLS,
 };
 
@@ -46,8 +66,29 @@ pub const RATIO2: Contract = Contract {
         Control::value("pools by the mean"),
         Control::geometry("reads a stale slot of the raw ring"),
     ],
+    edits: &[
+        Control::metal(
+            "reads the ring's slot of this row (Metal)",
+            Gate::Geometry,
+            include_str!("kernel.metal"),
+            "slot * shape.raw_len + (position - 1u) % shape.raw_len",
+            "slot * shape.raw_len + position % shape.raw_len",
+        ),
+        metal(
+            "swaps the weights of the pair (Metal)",
+            "first[c] * (e0 / sum) + second[c] * (e1 / sum)",
+            "first[c] * (e1 / sum) + second[c] * (e0 / sum)",
+        ),
+        metal("turns by the entry's number (Metal)", "entry * shape.ratio, frequencies", "entry, frequencies"),
+        metal("keeps the odd rows (Metal)", "position % 2u != 0u ||", "position % 2u == 0u ||"),
+    ],
     ..RATIO1
 };
+
+/// An edit of this family's Metal source, which gate 1 must notice.
+const fn metal(name: &'static str, find: &'static str, replace: &'static str) -> Control {
+    Control::metal(name, Gate::Value, include_str!("kernel.metal"), find, replace)
+}
 
 const CONTROLS: &[Control] = &[
     Control::value("turns by another base"),

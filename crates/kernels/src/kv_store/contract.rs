@@ -29,6 +29,23 @@ pub const KV_STORE: Contract = Contract {
         Control::value("takes the scale of the block before"),
         Control::geometry("takes the position of the first row of the launch"),
     ],
+    edits: &[
+        metal(
+            "takes the scale one too large (Metal)",
+            "record[head_dim + block] = uchar(scale)",
+            "record[head_dim + block] = uchar(scale + 1u)",
+        ),
+        metal(
+            "turns by the row's index (Metal)",
+            "head_dim, rows[row].position, frequencies",
+            "head_dim, row, frequencies",
+        ),
+        metal(
+            "leaves the rotation out (Metal)",
+            "value = rope_turn(value, c, head_dim, rows[row].position, frequencies, shape.rope_dim);",
+            "",
+        ),
+    ],
     standard: STANDARD_CONTROLS,
 };
 
@@ -49,8 +66,22 @@ pub const RING: Contract = Contract {
         Control::value("writes the record of the row before"),
         Control::geometry("writes by the row's place in the launch"),
     ],
+    edits: &[
+        metal(
+            "writes to the slot of the row's index (Metal)",
+            "rows[row].position % shape.ring_len) * bytes",
+            "(row + 1u) % shape.ring_len) * bytes",
+        ),
+        metal("lets rows meet in one place (Metal)", "> shape.ring_len) return;", "> 2u * shape.ring_len) return;"),
+        metal("writes to the first sequence (Metal)", "rows[row].slot * shape.ring_len", "0u * shape.ring_len"),
+    ],
     standard: STANDARD_CONTROLS,
 };
+
+/// An edit of this family's Metal source, which gate 1 must notice.
+const fn metal(name: &'static str, find: &'static str, replace: &'static str) -> Control {
+    Control::metal(name, Gate::Value, include_str!("kernel.metal"), find, replace)
+}
 
 const EPS: f32 = 1e-6;
 const BASE: f64 = 1e4;
@@ -110,11 +141,13 @@ impl World for Records {
         };
         stage.run(|queue| launch(queue, args))?;
         if fault.is("takes the scale of the block before") {
-            for record in records.buffer.u8_mut()[..picks.len() * bytes].chunks_mut(bytes) {
-                let (codes, scales) = record.split_at_mut(head_dim);
-                scales.rotate_right(1);
-                codes[0] ^= u8::from(scales.len() == 1);
-            }
+            records.edit::<u8>(|records| {
+                for record in records[..picks.len() * bytes].chunks_mut(bytes) {
+                    let (codes, scales) = record.split_at_mut(head_dim);
+                    scales.rotate_right(1);
+                    codes[0] ^= u8::from(scales.len() == 1);
+                }
+            });
         }
         stage.read(x);
         stage.read(norm);

@@ -5,7 +5,6 @@ use crate::contract::*;
 use crate::linear_bf16::{self, Dtype};
 use crate::numerics_policy::Numerics;
 use crate::{linear_fp8, lm_head};
-use tf_device::Device;
 
 /// Which launch a world runs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,6 +50,11 @@ pub(crate) const SCALED_CONTROLS: &[Control] = &[
     CONTROLS[3].copy(),
     CONTROLS[4].copy(),
 ];
+
+/// An edit of the Metal text of the dot products.
+pub(crate) const fn metal_dot(name: &'static str, find: &'static str, replace: &'static str) -> Control {
+    Control::metal(name, Gate::Value, crate::gpu::LINEAR, find, replace)
+}
 
 /// One weight as stored, and its values.
 struct Stored {
@@ -144,7 +148,7 @@ impl Linear {
         outs: &mut [Output],
         fault: Fault,
     ) -> Result<(), String> {
-        let device = Device::cpu();
+        let device = stage.device();
         let planted: Vec<_> = self.stored.iter().map(|stored| self.planted(stored, fault)).collect();
         match self.format {
             Format::Fp8(groups) => {
@@ -205,11 +209,13 @@ impl Linear {
             let mut own: Vec<Output> =
                 self.stored.iter().map(|stored| stage.output::<f32>("out", count * stored.outputs)).collect();
             self.run(stage, &x.buffer, count, &mut own, Fault::NONE)?;
-            parts.push(own[unrounded].buffer.f32()[..count * self.stored[unrounded].outputs].to_vec());
+            parts.push(own[unrounded].held::<f32>()[..count * self.stored[unrounded].outputs].to_vec());
         }
-        for (out, (a, b)) in outs[unrounded].buffer.f32_mut().iter_mut().zip(parts[0].iter().zip(&parts[1])) {
-            *out = a + b;
-        }
+        outs[unrounded].edit::<f32>(|outs| {
+            for (out, (a, b)) in outs.iter_mut().zip(parts[0].iter().zip(&parts[1])) {
+                *out = a + b;
+            }
+        });
         Ok(())
     }
 }

@@ -1,7 +1,7 @@
 //! What must hold of the linears with unquantised weights; the world is [`crate::linear::contract`]'s.
 
 use crate::contract::*;
-use crate::linear::contract::{BOUND, CASES, CONTROLS, Format, ORDER, make};
+use crate::linear::contract::{BOUND, CASES, CONTROLS, Format, ORDER, make, metal_dot};
 
 pub const LINEAR_BF16: Contract = Contract {
     name: "linear_bf16",
@@ -13,6 +13,18 @@ pub const LINEAR_BF16: Contract = Contract {
     make: |case, seed| make(case, seed, Format::Bf16),
     limits: &[],
     controls: CONTROLS,
+    edits: &[
+        metal_dot(
+            "drops the last column (Metal)",
+            "w1 = c1 < columns ? value_of(w[c1]) : 0.0f;",
+            "w1 = c1 + 1u < columns ? value_of(w[c1]) : 0.0f;",
+        ),
+        metal_dot(
+            "adds in another order (Metal)",
+            "if ((g & 2u) == 0u) even = fma(w1, x1",
+            "if ((g & 4u) == 0u) even = fma(w1, x1",
+        ),
+    ],
     standard: STANDARD_CONTROLS,
 };
 
@@ -21,5 +33,17 @@ pub const LINEAR_F32: Contract = Contract {
     formula: "out = x @ W^T, W in float32; then nothing, bf16, or bf16 and QDQ8",
     shapes: "x [rows, columns] f32; W [outputs, columns] f32; out [rows, outputs] f32; several W a launch",
     make: |case, seed| make(case, seed, Format::F32),
+    edits: &[
+        metal_dot(
+            "adds in another order (Metal)",
+            "if ((g & 2u) == 0u) even = fma(w1, x1",
+            "if ((g & 4u) == 0u) even = fma(w1, x1",
+        ),
+        metal_dot(
+            "rounds a product on its own (Metal)",
+            "odd = fma(w1, x1, fma(w0, x0, odd));",
+            "odd = fma(w1, x1, w0 * x0 + odd);",
+        ),
+    ],
     ..LINEAR_BF16
 };

@@ -1,7 +1,7 @@
 //! What must hold of the FP8 linears; the world is [`crate::linear::contract`]'s.
 
 use crate::contract::*;
-use crate::linear::contract::{BOUND, CASES, Format, ORDER, SCALED_CONTROLS, make};
+use crate::linear::contract::{BOUND, CASES, Format, ORDER, SCALED_CONTROLS, make, metal_dot};
 
 pub const LINEAR_FP8: Contract = Contract {
     name: "linear_fp8",
@@ -13,6 +13,21 @@ pub const LINEAR_FP8: Contract = Contract {
     make: |case, seed| make(case, seed, Format::Fp8(1)),
     limits: &[Limit { what: "columns", most: super::COLUMNS_MAX, accepts, beyond: super::COLUMNS_MAX + 32 }],
     controls: SCALED_CONTROLS,
+    edits: &[
+        metal("takes the scale of another block row (Metal)", "scales + n / 32u * (", "scales + (n + 1u) / 32u * ("),
+        metal("leaves the rounding out (Metal)", "shape.round != 0u ? bf16_round(sum) : sum", "sum"),
+        metal("reads the first row for all (Metal)", "x + ulong(row * shape.groups + part)", "x + ulong(part)"),
+        metal_dot(
+            "adds to the other accumulator (Metal)",
+            "if ((g & 2u) == 0u) even = add_group",
+            "if ((g & 4u) == 0u) even = add_group",
+        ),
+        metal_dot(
+            "takes a padded scale for the last (Metal)",
+            "const float scale = g < groups ? e8m0_value(scales[g]) : 1.0f;",
+            "const float scale = g + 1u < groups ? e8m0_value(scales[g]) : 1.0f;",
+        ),
+    ],
     standard: STANDARD_CONTROLS,
 };
 
@@ -28,8 +43,21 @@ pub const GROUPED: Contract = Contract {
     ],
     make: |case, seed| make(case, seed, Format::Fp8(4)),
     limits: &[],
+    edits: &[
+        metal(
+            "reads the input of the first group (Metal)",
+            "ulong(row * shape.groups + part) * columns",
+            "ulong(row * shape.groups) * columns",
+        ),
+        metal("takes the scale of another block row (Metal)", "scales + n / 32u * (", "scales + (n + 1u) / 32u * ("),
+    ],
     ..LINEAR_FP8
 };
+
+/// An edit of this family's Metal source, which gate 1 must notice.
+const fn metal(name: &'static str, find: &'static str, replace: &'static str) -> Control {
+    Control::metal(name, Gate::Value, include_str!("kernel.metal"), find, replace)
+}
 
 fn accepts(columns: usize) -> bool {
     let (codes, scales) = (vec![0x38; columns], vec![127; columns.div_ceil(32)]);

@@ -2,7 +2,7 @@
 
 use super::{Args, Expert, ExpertBytes, Shared, Weights, launch, reference};
 use crate::contract::*;
-use crate::linear::contract::{ORDER, roundings};
+use crate::linear::contract::{ORDER, metal_dot, roundings};
 use crate::linear_fp8;
 use crate::moe_route::reference::Route;
 use crate::numerics_policy::Numerics;
@@ -49,8 +49,56 @@ pub const MOE_EXPERTS: Contract = Contract {
         Control::value("drops the last pick"),
         Control::value("gate and up change places"),
     ],
+    edits: &[
+        metal_dot(
+            "takes the other half's nibbles (Metal)",
+            "codes[16u * block + l] >> 8u * h",
+            "codes[16u * block + l] >> 8u * (1u - h)",
+        ),
+        metal_dot(
+            "takes a scale twice (Metal)",
+            "const uint g0 = 4u * block + h, g1 = g0 + 2u;",
+            "const uint g0 = 4u * block + h, g1 = g0;",
+        ),
+        metal_dot(
+            "drops the last block (Metal)",
+            "block < (columns + 127u) / 128u; block++",
+            "block < columns / 128u; block++",
+        ),
+        metal(
+            "clamps one side only (Metal)",
+            "up = up < -limit ? -limit : up > limit ? limit : up;",
+            "up = up > limit ? limit : up;",
+        ),
+        metal(
+            "leaves the routing weight out (Metal)",
+            "if (!is_shared) value = value * weights[row * shape.picks + pick];",
+            "",
+        ),
+        metal(
+            "leaves QDQ8 out (Metal)",
+            "activations[to] = fp8_round(bf16_round(value));",
+            "activations[to] = bf16_round(value);",
+        ),
+        metal("takes the first expert for all (Metal)", "experts + ulong(id) * places.stride", "experts"),
+        metal(
+            "leaves the shared expert out (Metal)",
+            "    sum = sum + bf16_round(dot_fp8(shared2",
+            "    sum = sum + 0.0f * bf16_round(dot_fp8(shared2",
+        ),
+        metal(
+            "leaves an expert's output unrounded (Metal)",
+            "sum = sum + bf16_round(product);",
+            "sum = sum + product;",
+        ),
+    ],
     standard: STANDARD_CONTROLS,
 };
+
+/// An edit of this family's Metal source, which gate 1 must notice.
+const fn metal(name: &'static str, find: &'static str, replace: &'static str) -> Control {
+    Control::metal(name, Gate::Value, include_str!("kernel.metal"), find, replace)
+}
 
 /// Bytes of one expert's tensors, in the order of [`ExpertBytes`].
 struct Stored {
@@ -98,8 +146,7 @@ fn make(case: &Case, seed: u64) -> Box<dyn World> {
 }
 
 impl Experts {
-    fn pack(&self, fault: Fault) -> Result<Weights, String> {
-        let device = Device::cpu();
+    fn pack(&self, device: &Device, fault: Fault) -> Result<Weights, String> {
         let pack = |stored: &Stored| {
             let [mut w1, mut w3, mut w2] = stored.codes.clone();
             let [mut w1_scale, w3_scale, w2_scale] = stored.scales.clone();
@@ -120,11 +167,11 @@ impl Experts {
                 w2: &w2,
                 w2_scale: &w2_scale,
             };
-            Expert::pack(&device, bytes, self.hidden, self.intermediate)
+            Expert::pack(device, bytes, self.hidden, self.intermediate)
         };
         let routed = self.routed.iter().map(pack).collect::<Result<_, _>>().map_err(|error| error.to_string())?;
         let linear = |i: usize, rows: usize, columns: usize| {
-            linear_fp8::Weights::pack(&device, &self.shared.codes[i], &self.shared.scales[i], rows, columns)
+            linear_fp8::Weights::pack(device, &self.shared.codes[i], &self.shared.scales[i], rows, columns)
                 .map_err(|error| error.to_string())
         };
         let (hidden, intermediate) = (self.hidden, self.intermediate);
@@ -189,7 +236,7 @@ impl World for Experts {
         let x = stage.rows_in("x", &gather(picks, &self.x, hidden));
         let (selected, routing) = (stage.rows_in("selected", &selected), stage.rows_in("routing", &routing));
         let mut out = stage.output::<f32>("out", picks.len() * hidden);
-        let weights = self.pack(fault)?;
+        let weights = self.pack(&stage.device(), fault)?;
         let args = Args {
             weights: &weights,
             x: &x.buffer,

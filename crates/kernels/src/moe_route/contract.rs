@@ -24,8 +24,32 @@ pub const MOE_ROUTE: Contract = Contract {
         Control::value("applies the factor twice"),
         Control::value("takes the bias of images for all rows"),
     ],
+    edits: &[
+        metal("ties go to the larger id (Metal)", "id = simd_min(id);", "id = simd_max(id == 0xffffffffu ? 0u : id);"),
+        metal(
+            "adds the bias to the weight (Metal)",
+            "weights[place] = scores[s] /",
+            "weights[place] = (scores[s] + bias[32u * s + lane]) /",
+        ),
+        metal(
+            "leaves the bias of images out (Metal)",
+            "image[row] != 0 ? bias_image[id] : bias[id]",
+            "image[row] == 2 ? bias_image[id] : bias[id]",
+        ),
+        metal("leaves the last experts out (Metal)", "if (id < shape.experts) {", "if (id + 8u < shape.experts) {"),
+        metal(
+            "leaves the picks unsorted (Metal)",
+            "popcount(mask & ((1u << lane) - 1u))",
+            "popcount(mask & ~((2u << lane) - 1u))",
+        ),
+    ],
     standard: STANDARD_CONTROLS,
 };
+
+/// An edit of this family's Metal source, which gate 1 must notice.
+const fn metal(name: &'static str, find: &'static str, replace: &'static str) -> Control {
+    Control::metal(name, Gate::Value, include_str!("kernel.metal"), find, replace)
+}
 
 const FACTOR: f32 = 1.5;
 
@@ -120,9 +144,11 @@ impl World for Router {
         stage.run(|queue| launch(queue, args))?;
         if reversed {
             let count = picks.len() * top_k;
-            chosen.buffer.u32_mut()[..count].iter_mut().for_each(|id| *id = experts as u32 - 1 - *id);
-            chosen.buffer.u32_mut()[..count].chunks_mut(top_k).for_each(<[u32]>::reverse);
-            weights.buffer.f32_mut()[..count].chunks_mut(top_k).for_each(<[f32]>::reverse);
+            chosen.edit::<u32>(|chosen| {
+                chosen[..count].iter_mut().for_each(|id| *id = experts as u32 - 1 - *id);
+                chosen[..count].chunks_mut(top_k).for_each(<[u32]>::reverse);
+            });
+            weights.edit::<f32>(|weights| weights[..count].chunks_mut(top_k).for_each(<[f32]>::reverse));
         }
         stage.read(logits);
         stage.read(bias);

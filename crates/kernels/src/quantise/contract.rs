@@ -15,6 +15,14 @@ pub const QUANTISE: Contract = Contract {
     make: |case, seed| make(case, seed, false),
     limits: &[],
     controls: CONTROLS,
+    edits: &[
+        metal("leaves the last column out (Metal)", "if (c < shape.columns) out", "if (c + 1u < shape.columns) out"),
+        metal(
+            "takes the neighbour's column (Metal)",
+            "x[row * shape.columns + c] : 0.0f",
+            "x[row * shape.columns + (c ^ 1u)] : 0.0f",
+        ),
+    ],
     standard: STANDARD_CONTROLS,
 };
 
@@ -23,9 +31,22 @@ pub const IN_PLACE: Contract = Contract {
     formula: "as quantise, over one buffer",
     shapes: "values [rows, columns] f32",
     make: |case, seed| make(case, seed, true),
+    edits: &[
+        metal("leaves the last column out (Metal)", "if (c < shape.columns) out", "if (c + 1u < shape.columns) out"),
+        metal(
+            "starts at the next block (Metal)",
+            "round_block(values, values, group * simdgroups + simdgroup",
+            "round_block(values, values, group * simdgroups + simdgroup + 1u",
+        ),
+    ],
     standard: IN_PLACE_CONTROLS,
     ..QUANTISE
 };
+
+/// An edit of this family's Metal source, which gate 1 must notice.
+const fn metal(name: &'static str, find: &'static str, replace: &'static str) -> Control {
+    Control::metal(name, Gate::Value, include_str!("kernel.metal"), find, replace)
+}
 
 const CASES: &[Case] = &[
     Case { name: "wide", rows: 128, sizes: &[("columns", 512)] },
@@ -78,25 +99,29 @@ impl World for Rows {
             stage.read(x);
             out
         };
-        for (row, out) in values.chunks(columns).zip(out.buffer.f32_mut().chunks_mut(columns)) {
-            if fault.is("one scale for two blocks") {
-                let wide: Vec<f64> = row.iter().map(|value| f64::from(*value)).collect();
-                let joined = wide.chunks(64.min(columns - 16)).flat_map(formats::qdq8);
-                out.iter_mut().zip(joined).for_each(|(out, value)| *out = value as f32);
-            }
-            if fault.is("leaves the last column unrounded") {
-                out[columns - 1] = row[columns - 1];
-            }
-            if fault.is("rounds halves away from zero") {
-                for (block, out) in row.chunks(32).zip(out.chunks_mut(32)) {
-                    let scale = formats::qdq8_scale(&wide(block));
-                    for (value, out) in block.iter().zip(out) {
-                        let scaled = f64::from(*value) / scale;
-                        let nudged = scaled * (1.0 + 1e-9);
-                        *out = (formats::e4m3(nudged) * scale) as f32;
+        if fault != Fault::NONE {
+            out.edit::<f32>(|held| {
+                for (row, out) in values.chunks(columns).zip(held.chunks_mut(columns)) {
+                    if fault.is("one scale for two blocks") {
+                        let wide: Vec<f64> = row.iter().map(|value| f64::from(*value)).collect();
+                        let joined = wide.chunks(64.min(columns - 16)).flat_map(formats::qdq8);
+                        out.iter_mut().zip(joined).for_each(|(out, value)| *out = value as f32);
+                    }
+                    if fault.is("leaves the last column unrounded") {
+                        out[columns - 1] = row[columns - 1];
+                    }
+                    if fault.is("rounds halves away from zero") {
+                        for (block, out) in row.chunks(32).zip(out.chunks_mut(32)) {
+                            let scale = formats::qdq8_scale(&wide(block));
+                            for (value, out) in block.iter().zip(out) {
+                                let scaled = f64::from(*value) / scale;
+                                let nudged = scaled * (1.0 + 1e-9);
+                                *out = (formats::e4m3(nudged) * scale) as f32;
+                            }
+                        }
                     }
                 }
-            }
+            });
         }
         stage.rows::<f32>(out, columns);
         Ok(())

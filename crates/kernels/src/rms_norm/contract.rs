@@ -25,8 +25,33 @@ pub const RMS_NORM: Contract = Contract {
         Control::value("leaves the last column out of the sum"),
         Control::value("takes the weight of the column before"),
     ],
+    edits: &[
+        metal("drops the last columns (Metal)", "first < columns; first += 32u", "first + 32u < columns; first += 32u"),
+        metal(
+            "takes sixteen lanes for a SIMD group (Metal)",
+            "first < columns; first += 32u",
+            "first < columns; first += 16u",
+        ),
+        metal("reads the other row (Metal)", "x + row * columns", "x + (row ^ 1u) * columns"),
+        metal(
+            "leaves the rounding out (Metal)",
+            "bf16_round(weight[c] * (in[c] * factor))",
+            "weight[c] * (in[c] * factor)",
+        ),
+        metal(
+            "divides by one column less (Metal)",
+            "columns, lane), columns, shape.eps)",
+            "columns, lane), columns - 1u, shape.eps)",
+        ),
+        metal("writes a row that there isn't", "    if (row >= shape.rows) return;\n", ""),
+    ],
     standard: STANDARD_CONTROLS,
 };
+
+/// An edit of this family's Metal source, which gate 1 must notice.
+const fn metal(name: &'static str, find: &'static str, replace: &'static str) -> Control {
+    Control::metal(name, Gate::Value, include_str!("kernel.metal"), find, replace)
+}
 
 const EPS: f32 = 1e-6;
 

@@ -32,8 +32,63 @@ pub const SAMPLE: Contract = Contract {
         Control::value("divides by the temperature twice"),
         Control::geometry("takes the seed of the first row"),
     ],
+    edits: &[
+        metal_draw(
+            "ties go to the larger id (Metal)",
+            "ulong(order_key(value)) << 32 | ulong(~id)",
+            "ulong(order_key(value)) << 32 | ulong(id)",
+        ),
+        metal_draw(
+            "keys the noise by the next position (Metal)",
+            "b = position + keys[1]",
+            "b = position + 1u + keys[1]",
+        ),
+        metal_draw("turns by another count (Metal)", "0x0d0f1a06u : 0x111d1018u", "0x0d0f1a06u : 0x0d0f1a06u"),
+        metal_draw(
+            "loses the lower half of a weight (Metal)",
+            "return (ulong(whole) << 20) + ulong(uint((upper - float(whole)) * 1048576.0f));",
+            "return ulong(whole) << 20;",
+        ),
+        metal_draw(
+            "drops the barrier of a sum (Metal)",
+            "    if (lane == 0u) part[simdgroup] = value;\n    threadgroup_barrier(mem_flags::mem_threadgroup);\n    ulong sum",
+            "    if (lane == 0u) part[simdgroup] = value;\n    ulong sum",
+        ),
+        metal("keeps one more of top-k (Metal)", ">= ulong(top_k)) least |= bit;", "> ulong(top_k)) least |= bit;"),
+        metal(
+            "leaves min-p out (Metal)",
+            "if (own < first || !(exp_own(value - best) >= draw.min_p)) continue;",
+            "if (own < first) continue;",
+        ),
+        metal("takes the next penalty (Metal)", "value = value - cost - draw.presence;", "value = value - cost;"),
+        metal(
+            "drops the barrier behind the copy (Metal)",
+            "own[id] = row[id];\n        threadgroup_barrier(mem_flags::mem_device);",
+            "own[id] = row[id];",
+        ),
+        metal(
+            "takes the mask's next bit (Metal)",
+            "(word >> (id & 31u) & 1u) == 0u",
+            "(word >> ((id + 1u) & 31u) & 1u) == 0u",
+        ),
+        metal(
+            "lists the likeliest twice (Metal)",
+            "if (key < before && key > next) next = key;",
+            "if (key > next) next = key;",
+        ),
+    ],
     standard: HOST_CONTROLS,
 };
+
+/// An edit of the Metal text of the draw.
+pub(crate) const fn metal_draw(name: &'static str, find: &'static str, replace: &'static str) -> Control {
+    Control::metal(name, Gate::Value, crate::gpu::DRAW, find, replace)
+}
+
+/// An edit of this family's Metal source, which gate 1 must notice.
+const fn metal(name: &'static str, find: &'static str, replace: &'static str) -> Control {
+    Control::metal(name, Gate::Value, include_str!("kernel.metal"), find, replace)
+}
 
 /// How a row draws, by its index.
 const KINDS: usize = 11;

@@ -169,7 +169,11 @@ fn launch(
     let count = encoded.draws.len() / DRAW_WORDS;
     let mut values = queue.take_scratch("sample values", count * vocab * size_of::<f32>())?;
     let threads = match queue.backend() {
-        Backend::Metal => queue.limits().threads_max.min(THREADS_MAX),
+        // A few tokens a thread of a small vocabulary, so that not every thread only waits.
+        Backend::Metal => {
+            let threads = vocab.div_ceil(64).next_multiple_of(32).clamp(32, THREADS_MAX as usize);
+            queue.limits().threads_max.min(threads as u32)
+        }
         Backend::Cuda => CUDA_THREADS,
     };
     let launched = queue.launch(Launch {

@@ -207,27 +207,24 @@ kernel void sample(device const float *logits [[buffer(0)]], device const Draw *
     const uint count = shape.vocabulary;
     device const float *row = logits + ulong(draw.row) * count;
     device float *own = values + ulong(group) * count;
-    Result result;
-    result.token = 0u;
-    result.logprob = 0.0f;
-    result.next_logprob = 0.0f;
-    result.top_count = 0u;
+    uint token = 0u, status, listed = 0u;
+    float logprob = 0.0f, next_logprob = 0.0f;
 
     const ulong raw_first = survey(row, count, 1.0f, crew);
-    result.status = raw_first == BROKEN ? 1u : 0u;
-    if (result.status == 0u) {
+    status = raw_first == BROKEN ? 1u : 0u;
+    if (status == 0u) {
         for (uint id = index; id < count; id += threads) own[id] = row[id];
         threadgroup_barrier(mem_flags::mem_device);
         change_values(draw, words, own, count, crew);
-        result.token = choose_token(draw, own, count, result.status, crew);
+        token = choose_token(draw, own, count, status, crew);
     }
-    if (result.status == 0u && (draw.filters & 6u) != 0u) {
+    if (status == 0u && (draw.filters & 6u) != 0u) {
         const float best = value_of_key(raw_first);
         const float log_total = ln_own(float_of(weight_from(row, count, best, LEAST_KEY, crew)) * from_bits(0x2b800000u));
-        if ((draw.filters & 2u) != 0u) result.logprob = (row[result.token] - best) - log_total;
-        if ((draw.filters & 4u) != 0u) result.next_logprob = (row[draw.next] - best) - log_total;
+        if ((draw.filters & 2u) != 0u) logprob = (row[token] - best) - log_total;
+        if ((draw.filters & 4u) != 0u) next_logprob = (row[draw.next] - best) - log_total;
         ulong before = BROKEN;
-        for (uint place = 0u; place < draw.top_count; place++) {
+        while (listed < draw.top_count) {
             ulong next = 0ul;
             for (uint id = index; id < count; id += threads) {
                 const ulong key = token_key(row[id], id);
@@ -237,19 +234,20 @@ kernel void sample(device const float *logits [[buffer(0)]], device const Draw *
             if (before < LEAST_KEY) break;
             const uint id = ~uint(before);
             if (index == 0u) {
-                top[draw.top + place].id = id;
-                top[draw.top + place].logprob = (row[id] - best) - log_total;
+                top[draw.top + listed].id = id;
+                top[draw.top + listed].logprob = (row[id] - best) - log_total;
             }
-            result.top_count++;
+            listed++;
         }
     }
+    if (status != 0u) token = 0u;
     if (index == 0u) {
-        if (result.status != 0u) result.token = 0u;
-        results[group].token = result.token;
-        results[group].status = result.status;
-        results[group].logprob = result.logprob;
-        results[group].next_logprob = result.next_logprob;
-        results[group].top_count = result.top_count;
-        if (draw.token != NONE) tokens[draw.token] = result.token;
+        device Result &result = results[group];
+        result.token = token;
+        result.status = status;
+        result.logprob = logprob;
+        result.next_logprob = next_logprob;
+        result.top_count = listed;
+        if (draw.token != NONE) tokens[draw.token] = token;
     }
 }

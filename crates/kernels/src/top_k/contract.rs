@@ -29,8 +29,31 @@ pub const TOP_K: Contract = Contract {
         Control::value("does not keep the newest block"),
         Control::value("never looks at the last entry"),
     ],
+    edits: &[
+        metal(
+            "ties go to the larger index (Metal)",
+            "equal_seen + simd_prefix_exclusive_sum(is_equal) < equal_left",
+            "equal_seen + simd_prefix_exclusive_sum(is_equal) >= equal_left",
+        ),
+        metal("keeps one too few (Metal)", "wanted - simd_sum(above)", "wanted - simd_sum(above) - 1u"),
+        metal(
+            "counts the equal ones of the last step (Metal)",
+            "equal_seen += simd_sum(is_equal);",
+            "equal_seen = simd_sum(is_equal);",
+        ),
+        metal(
+            "lets the newest block go (Metal)",
+            "if ((i + 1u) * block_size >= n) return order_key(INFINITY);",
+            "if ((i + 1u) * block_size >= n) return 0x00800000u;",
+        ),
+    ],
     standard: STANDARD_CONTROLS,
 };
+
+/// An edit of this family's Metal source, which gate 1 must notice.
+const fn metal(name: &'static str, find: &'static str, replace: &'static str) -> Control {
+    Control::metal(name, Gate::Value, include_str!("kernel.metal"), find, replace)
+}
 
 const BLOCK_SIZE: usize = 8;
 
@@ -111,7 +134,7 @@ impl World for Rows {
                 let mut kept = reference::top_k(&scores, top_k);
                 kept.iter_mut().for_each(|entry| *entry = count - 1 - *entry);
                 kept.sort_unstable();
-                selected.buffer.u32_mut()[place * top_k..][..kept.len()].copy_from_slice(&kept);
+                selected.edit::<u32>(|selected| selected[place * top_k..][..kept.len()].copy_from_slice(&kept));
             }
         }
         stage.read(scores);
@@ -121,8 +144,8 @@ impl World for Rows {
             ranges.map(|(place, count)| (place, place * width..place * width + length(*count))).collect::<Vec<_>>()
         };
         let free = |width: usize| (0..rows).map(|place| place * width..(place + 1) * width).collect::<Vec<_>>();
-        let kept = held(counts.buffer.u32(), top_k);
-        let listed = held(block_counts.buffer.u32(), self.blocks_max);
+        let kept = held(&counts.held::<u32>(), top_k);
+        let listed = held(&block_counts.held::<u32>(), self.blocks_max);
         stage.rows::<u32>(counts, 1);
         stage.ranges_and_free::<u32>(selected, kept, &free(top_k));
         stage.rows::<u32>(block_counts, 1);

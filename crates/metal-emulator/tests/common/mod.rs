@@ -2,10 +2,7 @@
 #![allow(dead_code)]
 
 use std::path::Path;
-use tf_device::{Buffer, Device, Element, Queue};
-use tf_kernels::rows::{EntryInfo, RowInfo, WindowInfo};
 use tf_metal_emulator::{Argument, BuildError, COMPILER, INSTALL, Launch, Program, RunError, compiler_found};
-use tf_numerics::lanes::Level;
 
 /// Whether kernels can be built. Without the compiler a test skips, with its reason; in CI it fails.
 pub fn ready(test: &str) -> bool {
@@ -94,108 +91,6 @@ pub fn defect(result: Result<tf_metal_emulator::Report, RunError>) -> String {
     }
 }
 
-/// One bound buffer: what goes in, or what is written (and may be read before).
-#[derive(Clone)]
-pub enum Arg {
-    In(Vec<u8>),
-    Out(Vec<u8>),
-}
-
-/// A buffer that is only read.
-pub fn input<T: Plain>(values: &[T]) -> Arg {
-    Arg::In(T::bytes(values).to_vec())
-}
-
-/// A buffer that is read and written.
-pub fn in_place<T: Plain>(values: &[T]) -> Arg {
-    Arg::Out(T::bytes(values).to_vec())
-}
-
-/// An output of `count` words, which hold a NaN until they are written.
-pub fn output(count: usize) -> Arg {
-    Arg::Out(bytes(&vec![0x7fc0_dead_u32; count]).to_vec())
-}
-
-/// A shape: words, floats given as their bits.
-pub fn shape(words: &[u32]) -> Arg {
-    input(words)
-}
-
-/// Runs `kernel` with `simdgroups` SIMD groups a threadgroup and as many threadgroups as `items` SIMD groups need.
-pub fn run(program: &Program, kernel: &str, items: usize, simdgroups: u32, args: &mut [Arg]) -> Result<(), String> {
-    let arguments = args
-        .iter_mut()
-        .map(|arg| match arg {
-            Arg::In(bytes) => Argument::Read(bytes),
-            Arg::Out(bytes) => Argument::Write(bytes),
-        })
-        .collect();
-    let mut launch = launch(kernel, arguments, (items as u32).div_ceil(simdgroups), 32 * simdgroups);
-    program.run(&mut launch).map(|_| ()).map_err(|error| error.to_string())
-}
-
-/// What a buffer holds.
-pub fn bytes_of(arg: &Arg) -> &[u8] {
-    match arg {
-        Arg::In(bytes) | Arg::Out(bytes) => bytes,
-    }
-}
-
-/// Threadgroups of 1, 2, 3 and 8 SIMD groups: one item a group, and groups that the items don't fill.
-pub const GEOMETRIES: [u32; 4] = [1, 2, 3, 8];
-
-/// Holds the source to `wanted`, one entry an output, over all geometries; then each planted edit must be caught: refused by
-/// the compiler, found by the emulator, or different from `wanted` in a bit.
-pub fn prove(
-    name: &str,
-    source: &str,
-    wanted: &[Vec<u8>],
-    edits: &[(&str, &str, &str)],
-    run: impl Fn(&Program, u32) -> Result<Vec<Vec<u8>>, String>,
-) {
-    let program = build(name, source);
-    for simdgroups in GEOMETRIES {
-        let got = run(&program, simdgroups).unwrap_or_else(|error| panic!("{name}, {simdgroups} SIMD groups: {error}"));
-        assert_eq!(got.len(), wanted.len(), "{name}");
-        for (output, (got, wanted)) in got.iter().zip(wanted).enumerate() {
-            assert_eq!(got.len(), wanted.len(), "{name}: output {output}");
-            if let Some(at) = (0..got.len()).find(|&i| got[i] != wanted[i]) {
-                let word = |bytes: &[u8]| bytes.as_chunks::<4>().0.get(at / 4).map(|&w| f32::from_ne_bytes(w));
-                panic!(
-                    "{name}, {simdgroups} SIMD groups: output {output}, byte {at}: {:?}, wanted {:?}",
-                    word(got),
-                    word(wanted)
-                );
-            }
-        }
-    }
-    for (what, from, to) in edits {
-        match try_build(name, &edited(source, from, to)).map_err(|error| error.to_string()).and_then(|program| {
-            GEOMETRIES[1..3].iter().map(|&simdgroups| run(&program, simdgroups)).collect::<Result<Vec<_>, _>>()
-        }) {
-            Err(error) => println!("{name}, {what}: {}", error.lines().next().unwrap_or_default()),
-            Ok(results) => {
-                assert!(results.iter().any(|got| got != wanted), "{name}: the planted {what} was missed");
-                println!("{name}, {what}: other bits");
-            }
-        }
-    }
-}
-
-/// Every value within its bound of the definition.
-pub fn assert_close(what: &str, got: &[f32], wanted: &[f64], bound: impl Fn(usize) -> f64) {
-    assert_eq!(got.len(), wanted.len(), "{what}");
-    for (i, (&got, &wanted)) in got.iter().zip(wanted).enumerate() {
-        let (error, bound) = ((f64::from(got) - wanted).abs(), bound(i));
-        assert!(error <= bound, "{what}: element {i} is {got}, wanted {wanted}: off by {error:e}, bound {bound:e}");
-    }
-}
-
-/// The values in float64.
-pub fn wide(values: &[f32]) -> Vec<f64> {
-    values.iter().map(|&value| f64::from(value)).collect()
-}
-
 /// Numbers that a wrong kernel can't hide behind: no zeros, no symmetry, magnitudes spread.
 pub struct Values(u64);
 
@@ -221,54 +116,4 @@ impl Values {
     pub fn bf16(&mut self, count: usize, scale: f32) -> Vec<f32> {
         self.f32(count, scale).into_iter().map(tf_numerics::bf16::round).collect()
     }
-}
-
-/// A buffer of the CPU.
-pub fn device<T: Element>(values: &[T]) -> Buffer {
-    Buffer::from_slice(&Device::cpu(), values).unwrap()
-}
-
-/// A queue of the CPU with one thread.
-pub fn queue() -> Queue {
-    Queue::cpu(1, Level::best())
-}
-
-/// What the named buffers hold.
-pub fn outputs(args: &[Arg], which: &[usize]) -> Vec<Vec<u8>> {
-    which.iter().map(|&i| bytes_of(&args[i]).to_vec()).collect()
-}
-
-/// Half the distance of neighbouring bf16 values, relative.
-pub const BF16: f64 = 1.0 / 256.0;
-/// The same of float32.
-pub const F32: f64 = 1.0 / (1u32 << 24) as f64;
-
-/// The words of row records, in the order of their fields.
-pub fn row_words(rows: &[RowInfo]) -> Vec<u32> {
-    rows.iter().flat_map(|row| [row.slot, row.position, row.window]).collect()
-}
-
-/// The words of window records.
-pub fn window_words(windows: &[WindowInfo]) -> Vec<u32> {
-    windows.iter().flat_map(|window| [window.slot, window.start, window.first_row, window.row_count]).collect()
-}
-
-/// The words of entry records.
-pub fn entry_words(entries: &[EntryInfo]) -> Vec<u32> {
-    entries.iter().flat_map(|entry| [entry.slot, entry.entry, entry.row]).collect()
-}
-
-/// Rows of `(slot, start, count)` windows.
-pub fn windows(list: &[(u32, u32, u32)]) -> (Vec<RowInfo>, Vec<WindowInfo>) {
-    let (mut rows, mut windows) = (Vec::new(), Vec::new());
-    for (w, &(slot, start, row_count)) in list.iter().enumerate() {
-        windows.push(WindowInfo { slot, start, first_row: rows.len() as u32, row_count });
-        rows.extend((start..start + row_count).map(|position| RowInfo { slot, position, window: w as u32 }));
-    }
-    (rows, windows)
-}
-
-/// What one buffer holds.
-pub fn outputs_of(args: &[Arg], which: usize) -> Vec<u8> {
-    bytes_of(&args[which]).to_vec()
 }
