@@ -1,12 +1,14 @@
 //! Holds the kernel families beside the linears to the CPU's bits on the GPU of this machine, and times them.
 //!
-//! `tf-families-check [check] [time] [--only NAME] [--out FILE]`: `check` compares every family at tiny, demo and release
-//! sizes; `time` at release sizes, with the device's time: graphs of calls on the same buffers, so the second-level cache is
-//! warm. Records go to FILE, one JSON object a line.
+//! `tf-families-check CUBINS [check] [time] [--only NAME] [--out FILE]`: `CUBINS` is the folder that `cargo xtask cubins`
+//! fills. `check` compares every family at tiny, demo and release
+//! sizes; `time` at release sizes, with the device's time: graphs of calls on the same buffers, so
+//! the second-level cache is warm. Records go to FILE, one JSON object a line.
 
 use anyhow::{Context, Result, bail};
 use serde_json::json;
 use std::io::Write;
+use std::sync::OnceLock;
 use tf_contract::families::{DEMO, Outcome, RELEASE, Sizes, TINY, Timer, check};
 use tf_device::cuda::{CudaError, Gpu, device};
 use tf_device::{Device, LaunchError, Queue};
@@ -17,8 +19,19 @@ const REPLAYS: usize = 20;
 /// The release with as much context as it takes.
 const LONG: Sizes = Sizes { name: "long", context: 1_048_000, ..RELEASE };
 
+static FOLDER: OnceLock<String> = OnceLock::new();
+
+/// Read once a family, and kept.
+fn cubin(family: &str, target: &str) -> Option<&'static [u8]> {
+    let path = format!("{}/{family}.kernel.sm_{target}.cubin", FOLDER.get()?);
+    std::fs::read(path).ok().map(|bytes| &*bytes.leak())
+}
+
 fn main() -> Result<()> {
     let mut arguments = std::env::args().skip(1);
+    let folder =
+        arguments.next().context("usage: tf-families-check CUBINS [check] [time] [--only NAME] [--out FILE]")?;
+    FOLDER.get_or_init(|| folder);
     let (mut modes, mut out, mut only) = (Vec::new(), None, None);
     while let Some(argument) = arguments.next() {
         match argument.as_str() {
@@ -29,7 +42,7 @@ fn main() -> Result<()> {
         }
     }
     let mut file = out.map(|path| std::fs::File::create(&path).with_context(|| path.clone())).transpose()?;
-    let device = device(0, tf_kernels::cubins::find)?;
+    let device = device(0, cubin)?;
     let Device::Gpu(gpu) = &device else { bail!("CUDA devices are GPUs") };
     let mut queue = Queue::gpu(gpu);
     println!("{}, sm_{}", gpu.name(), gpu.limits().target);
@@ -99,7 +112,12 @@ fn measure(
     launch: &mut dyn FnMut(&mut Queue) -> Result<(), LaunchError>,
     gpu: &Gpu,
 ) -> Result<f64, Failure> {
-    let graph = gpu.capture(|| (0..CALLS).try_for_each(|_| launch(queue)).map_err(Failure::Launch))?;
+    let mut launched = Ok(());
+    let graph = gpu.capture(|| {
+        launched = (0..CALLS).try_for_each(|_| launch(queue));
+        Ok::<(), CudaError>(())
+    })?;
+    launched.map_err(Failure::Launch)?;
     for _ in 0..3 {
         gpu.replay(&graph)?;
     }
