@@ -78,7 +78,7 @@ fn run_in_tiles(queue: &mut GpuQueue, mut args: Args<'_>) -> Result<(), LaunchEr
     let tile_rows = (args.scratch.len_of::<f32>() / row_floats).min(rows);
     // Few rows are cut finer, so that they reach every multiprocessor.
     let units = queue.limits().units as usize;
-    let cut = match rows.min(tile_rows) * heads.div_ceil(HEADS) * stride.div_ceil(16) {
+    let cut = match rows.min(tile_rows) * heads.div_ceil(64) * stride.div_ceil(16) {
         groups if groups <= units => CUTS[0],
         groups if groups <= 4 * units => CUTS[1],
         _ => CUTS[2],
@@ -93,29 +93,36 @@ fn run_in_tiles(queue: &mut GpuQueue, mut args: Args<'_>) -> Result<(), LaunchEr
     Ok(())
 }
 
-/// Heads of a group on CUDA, and its threads.
-const HEADS: usize = 64;
+/// Threads of a group on CUDA.
 const THREADS: u32 = 128;
 
-/// Keys or columns of a group on CUDA, and the entries for them.
-type Cut = (usize, &'static str, &'static str);
+/// What a group computes on CUDA.
+#[derive(Clone, Copy)]
+struct Cut {
+    heads: usize,
+    /// Keys of a score, columns of a mix.
+    keys: usize,
+    scores: &'static str,
+    mix: &'static str,
+}
+
 const CUTS: [Cut; 3] = [
-    (8, "attention_scores_1", "attention_mix_1"),
-    (16, "attention_scores_2", "attention_mix_2"),
-    (32, "attention_scores_4", "attention_mix_4"),
+    Cut { heads: 32, keys: 16, scores: "attention_scores_32_16", mix: "attention_mix_32_16" },
+    Cut { heads: 64, keys: 16, scores: "attention_scores_64_16", mix: "attention_mix_64_16" },
+    Cut { heads: 64, keys: 32, scores: "attention_scores_64_32", mix: "attention_mix_64_32" },
 ];
 
 fn launch_scores(
     queue: &mut GpuQueue,
     args: &mut Args<'_>,
-    (keys, entry, _): Cut,
+    cut: Cut,
     rows: usize,
     shape: &ShapeBytes,
 ) -> Result<(), LaunchError> {
     let [cache, table, selected, counts] = compressed_bindings(&args.compressed);
     queue.launch(Launch {
         program: &PROGRAM,
-        entry,
+        entry: cut.scores,
         bindings: &mut [
             Binding::Read(args.q),
             Binding::Bytes(bytes_of(args.rows)),
@@ -130,7 +137,7 @@ fn launch_scores(
             Binding::Write(args.scratch),
         ],
         shape: shape.bytes(),
-        groups: count(rows * args.shape.heads.div_ceil(HEADS) * gpu_keys(args.shape).div_ceil(keys)),
+        groups: count(rows * args.shape.heads.div_ceil(cut.heads) * gpu_keys(args.shape).div_ceil(cut.keys)),
         threads: THREADS,
         shared_bytes: 0,
     })
@@ -164,14 +171,14 @@ fn launch_softmax(
 fn launch_mix(
     queue: &mut GpuQueue,
     args: &mut Args<'_>,
-    (columns, _, entry): Cut,
+    cut: Cut,
     rows: usize,
     shape: &ShapeBytes,
 ) -> Result<(), LaunchError> {
     let [cache, table, selected, counts] = compressed_bindings(&args.compressed);
     queue.launch(Launch {
         program: &PROGRAM,
-        entry,
+        entry: cut.mix,
         bindings: &mut [
             Binding::Bytes(bytes_of(args.rows)),
             Binding::Bytes(bytes_of(args.windows)),
@@ -186,7 +193,7 @@ fn launch_mix(
             Binding::Write(args.out),
         ],
         shape: shape.bytes(),
-        groups: count(rows * args.shape.heads.div_ceil(HEADS) * (args.shape.head_dim / columns)),
+        groups: count(rows * args.shape.heads.div_ceil(cut.heads) * (args.shape.head_dim / cut.keys)),
         threads: THREADS,
         shared_bytes: count(8 * gpu_keys(args.shape)),
     })

@@ -5,10 +5,11 @@
 //      selected [rows, selected_max] u32 ascending, counts [rows] u32   sinks [heads]   frequencies [rope_dim / 2]
 // work scores [tile_rows, heads, stride] f32, stride the keys of a row at most; from sums_at on [tile_rows, heads] f32
 // out  out [rows, heads, head_dim] f32, bf16 values
-// grid attention_scores_N: 128 threads for 64 heads of a row and 8 N of its keys; attention_softmax: a warp a head of a row;
-//      attention_mix_N: 128 threads for 64 heads of a row and 8 N columns, dynamic shared memory: 8 bytes a key
+// grid attention_scores_H_K: 128 threads for H heads of a row and K of its keys; attention_softmax: a warp a head of a row,
+//      dynamic shared memory: stride floats a warp; attention_mix_H_K: 128 threads for H heads of a row and K columns, dynamic
+//      shared memory: 8 bytes a key
 // sum  a dot is one chain of fused multiply-adds over the columns; the denominator adds the unrounded exponentials in key
-//      order, the sink last; an output column is one chain in key order. No sum is split, so N and the tile change no bit
+//      order, the sink last; an output column is one chain in key order. No sum is split, so no size here changes a bit
 // max  head_dim 1024, rope_dim 128
 #include "prelude.cuh"
 
@@ -19,9 +20,7 @@ struct Shape {
     u32 sums_at;  // where in the scratch the denominators start, in floats
 };
 
-constexpr u32 THREADS = 128, HEADS = 64, STEP = 32;
-// A row of 64 heads in shared memory: the four that a thread reads start at a multiple of 16 bytes.
-constexpr u32 LINE = HEADS + 4;
+constexpr u32 THREADS = 128, WARPS = THREADS / 32;
 
 // The keys of a row.
 struct Keys {
@@ -65,27 +64,63 @@ __device__ __forceinline__ float key_value(const u8* record, bool is_entry, u32 
     return e2m1_value(c % 32 < 16 ? byte & 15 : byte >> 4) * e4m3_value(record[head_dim / 2 + c / 16]);
 }
 
-// Loads 64 heads by 32 columns of `from` (a head's columns side by side, 0 beyond `heads` and `columns`): 16 values a thread.
-__device__ __forceinline__ void load_heads(float (&next)[HEADS * STEP / THREADS], const float* from, u32 heads, u32 line,
-                                           u32 columns) {
-    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll
-    for (u32 i = 0; i < HEADS * STEP / THREADS; i++) {
-        const u32 head = 4 * i + warp;
-        next[i] = head < heads && lane < columns ? from[(u64)head * line + lane] : 0.0f;
-    }
-}
+// Lines of ITEMS floats (heads or keys) for STEP columns: what a step of the chains reads lies side by side. A thread has a
+// column of four items at a time, so that both the load of a column's items and their store meet every bank once.
+template <u32 ITEMS, u32 STEP>
+struct Lines {
+    static constexpr u32 QUADS = ITEMS / 4, LINE = QUADS + 1, PARTS = STEP / 32;
+    static constexpr u32 OWN = (QUADS + WARPS - 1) / WARPS * PARTS;
+    float4 lines[STEP][LINE];
 
-template <u32 N>
+    // Calls `body(i, first_item, column)` for each of this thread's quads, i counting them.
+    template <class Body>
+    static __device__ __forceinline__ void each(Body body) {
+        const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+        for (u32 i = 0; i < OWN; i++) {
+            const u32 quad = i / PARTS * WARPS + warp;
+            if (QUADS % WARPS == 0 || quad < QUADS) body(i, 4 * quad, i % PARTS * 32 + lane);
+        }
+    }
+
+    // As `value(item, column)` says.
+    template <class Value>
+    static __device__ __forceinline__ void load(float4 (&next)[OWN], Value value) {
+        each([&](u32 i, u32 item, u32 column) {
+            next[i].x = value(item, column);
+            next[i].y = value(item + 1, column);
+            next[i].z = value(item + 2, column);
+            next[i].w = value(item + 3, column);
+        });
+    }
+
+    __device__ __forceinline__ void store(const float4 (&next)[OWN]) {
+        each([&](u32 i, u32 item, u32 column) { lines[column][item / 4] = next[i]; });
+    }
+};
+
+// What a block computes: HEADS by KEYS (or columns), a thread four heads by N.
+template <u32 HEADS_OF, u32 KEYS_OF, u32 N_OF, u32 STEP_OF>
+struct Tile {
+    static constexpr u32 HEADS = HEADS_OF, KEYS = KEYS_OF, N = N_OF, STEP = STEP_OF;
+    static_assert(HEADS / 4 * (KEYS / N) == THREADS, "a thread each");
+};
+typedef Tile<32, 16, 1, 128> Fine;
+typedef Tile<64, 16, 2, 64> Middle;
+typedef Tile<64, 32, 4, 32> Coarse;
+
+template <class T>
 __device__ __forceinline__ void score_keys(const float* q, const RowInfo* rows, const WindowInfo* windows, const u8* records,
                                            const u8* ring, const u8* cache, const u32* table, const u32* selected,
                                            const u32* counts, const float* frequencies, float* scores, const Shape& shape) {
-    constexpr u32 KEYS = 8 * N, KEY_LINE = KEYS + 4, OWN_HEADS = HEADS * STEP / THREADS, OWN_KEYS = KEYS * STEP / THREADS;
-    __shared__ float4 query_lines[STEP][LINE / 4];
-    __shared__ float4 key_lines[STEP][KEY_LINE / 4];
+    constexpr u32 HEADS = T::HEADS, KEYS = T::KEYS, N = T::N, STEP = T::STEP;
+    typedef Lines<HEADS, STEP> Queries;
+    typedef Lines<KEYS, STEP> KeyLines;
+    __shared__ Queries queries;
+    __shared__ KeyLines keys_here;
     __shared__ float2 phases[64];
     __shared__ const u8* key_records[KEYS];
-    const u32 thread = threadIdx.x, lane = thread % 32, warp = thread / 32, head_dim = shape.head_dim;
+    const u32 thread = threadIdx.x, head_dim = shape.head_dim;
     const u32 key_tiles = (shape.stride + KEYS - 1) / KEYS, head_tiles = (shape.heads + HEADS - 1) / HEADS;
     const u32 first_key = blockIdx.x % key_tiles * KEYS, first_head = blockIdx.x / key_tiles % head_tiles * HEADS;
     const u32 tile_row = blockIdx.x / key_tiles / head_tiles, row = shape.first_row + tile_row;
@@ -101,34 +136,40 @@ __device__ __forceinline__ void score_keys(const float* q, const RowInfo* rows, 
     __syncthreads();
 
     const float* of_heads = q + ((u64)row * shape.heads + first_head) * head_dim;
-    float next_query[OWN_HEADS], next_key[OWN_KEYS];
+    float4 next_query[Queries::OWN], next_key[KeyLines::OWN];
     const auto load = [&](u32 first) {
-        load_heads(next_query, of_heads + first, heads, head_dim, 32);
-#pragma unroll
-        for (u32 i = 0; i < OWN_KEYS; i++) {
-            const u32 key = 4 * i + warp, j = min(first_key + key, keys.total - 1);
-            next_key[i] = key_value(key_records[key], j < keys.count, first + lane, head_dim);
-        }
+        Queries::load(next_query, [&](u32 head, u32 column) {
+            return head < heads && first + column < head_dim ? of_heads[(u64)head * head_dim + first + column] : 0.0f;
+        });
+        KeyLines::load(next_key, [&](u32 key, u32 column) {
+            const u32 j = min(first_key + key, keys.total - 1);
+            return first + column < head_dim ? key_value(key_records[key], j < keys.count, first + column, head_dim) : 0.0f;
+        });
     };
     // The rotation happens on the way into shared memory: a lane's partner holds the other column of its pair.
     const auto store = [&](u32 first) {
-        const u32 c = first + lane;
-        float2 phase;
-        phase.x = phase.y = 0.0f;
-        if (c >= turned) phase = phases[(c - turned) / 2];
-        const float sine = (c & 1) == 0 ? -phase.x : phase.x;
-#pragma unroll
-        for (u32 i = 0; i < OWN_HEADS; i++) {
-            const float value = next_query[i], partner = __shfl_xor_sync(WARP, value, 1);
-            ((float*)query_lines[lane])[4 * i + warp] =
-                c < turned ? value : bf16_round(value * phase.y + partner * sine);
-        }
-#pragma unroll
-        for (u32 i = 0; i < OWN_KEYS; i++) ((float*)key_lines[lane])[4 * i + warp] = next_key[i];
+        Queries::each([&](u32 i, u32, u32 column) {
+            const u32 c = first + column;
+            const bool turns = c >= turned && c < head_dim;
+            float2 phase;
+            phase.x = phase.y = 0.0f;
+            if (turns) phase = phases[(c - turned) / 2];
+            const float sine = (c & 1) == 0 ? -phase.x : phase.x;
+            const auto turn = [&](float value) {
+                const float partner = __shfl_xor_sync(WARP, value, 1);
+                return turns ? bf16_round(value * phase.y + partner * sine) : value;
+            };
+            next_query[i].x = turn(next_query[i].x);
+            next_query[i].y = turn(next_query[i].y);
+            next_query[i].z = turn(next_query[i].z);
+            next_query[i].w = turn(next_query[i].w);
+        });
+        queries.store(next_query);
+        keys_here.store(next_key);
     };
 
     // A thread's four heads and N keys.
-    const u32 own_head = thread / 8, own_key = thread % 8 * N;
+    const u32 own_head = thread / (KEYS / N), own_key = thread % (KEYS / N) * N;
     float dots[4][N];
 #pragma unroll
     for (u32 h = 0; h < 4; h++) {
@@ -140,10 +181,11 @@ __device__ __forceinline__ void score_keys(const float* q, const RowInfo* rows, 
         store(first);
         __syncthreads();
         if (first + STEP < head_dim) load(first + STEP);
+        const u32 steps = min(STEP, head_dim - first);
 #pragma unroll 8
-        for (u32 c = 0; c < STEP; c++) {
-            const float4 query = query_lines[c][own_head];
-            const float* key = (const float*)key_lines[c] + own_key;
+        for (u32 c = 0; c < steps; c++) {
+            const float4 query = queries.lines[c][own_head];
+            const float* key = (const float*)keys_here.lines[c] + own_key;
 #pragma unroll
             for (u32 k = 0; k < N; k++) {
                 dots[0][k] = fma_own(key[k], query.x, dots[0][k]);
@@ -168,30 +210,30 @@ __device__ __forceinline__ void score_keys(const float* q, const RowInfo* rows, 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
-attention_scores_1(const float* q, const RowInfo* rows, const WindowInfo* windows, const u8* records, const u8* ring,
-                   const u8* cache, const u32* table, const u32* selected, const u32* counts, const float* frequencies,
-                   float* scores, const Shape shape) {
+attention_scores_32_16(const float* q, const RowInfo* rows, const WindowInfo* windows, const u8* records, const u8* ring,
+                       const u8* cache, const u32* table, const u32* selected, const u32* counts, const float* frequencies,
+                       float* scores, const Shape shape) {
     wait_for_inputs();
-    score_keys<1>(q, rows, windows, records, ring, cache, table, selected, counts, frequencies, scores, shape);
+    score_keys<Fine>(q, rows, windows, records, ring, cache, table, selected, counts, frequencies, scores, shape);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
-attention_scores_2(const float* q, const RowInfo* rows, const WindowInfo* windows, const u8* records, const u8* ring,
-                   const u8* cache, const u32* table, const u32* selected, const u32* counts, const float* frequencies,
-                   float* scores, const Shape shape) {
+attention_scores_64_16(const float* q, const RowInfo* rows, const WindowInfo* windows, const u8* records, const u8* ring,
+                       const u8* cache, const u32* table, const u32* selected, const u32* counts, const float* frequencies,
+                       float* scores, const Shape shape) {
     wait_for_inputs();
-    score_keys<2>(q, rows, windows, records, ring, cache, table, selected, counts, frequencies, scores, shape);
+    score_keys<Middle>(q, rows, windows, records, ring, cache, table, selected, counts, frequencies, scores, shape);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
-attention_scores_4(const float* q, const RowInfo* rows, const WindowInfo* windows, const u8* records, const u8* ring,
-                   const u8* cache, const u32* table, const u32* selected, const u32* counts, const float* frequencies,
-                   float* scores, const Shape shape) {
+attention_scores_64_32(const float* q, const RowInfo* rows, const WindowInfo* windows, const u8* records, const u8* ring,
+                       const u8* cache, const u32* table, const u32* selected, const u32* counts, const float* frequencies,
+                       float* scores, const Shape shape) {
     wait_for_inputs();
-    score_keys<4>(q, rows, windows, records, ring, cache, table, selected, counts, frequencies, scores, shape);
+    score_keys<Coarse>(q, rows, windows, records, ring, cache, table, selected, counts, frequencies, scores, shape);
 }
 
-// Scores become bf16(exp(score - most)); sums get the denominators. Dynamic shared memory: stride floats a warp.
+// Scores become bf16(exp(score - most)), and the denominators are made.
 extern "C" __global__ void __launch_bounds__(THREADS)
 attention_softmax(const RowInfo* rows, const WindowInfo* windows, const u32* counts, const float* sinks, float* scores,
                   const Shape shape) {
@@ -221,17 +263,17 @@ attention_softmax(const RowInfo* rows, const WindowInfo* windows, const u32* cou
     if (lane == 0) scores[shape.sums_at + item] = sum + exp_own(sinks[head] - most);
 }
 
-template <u32 N>
+template <class T>
 __device__ __forceinline__ void mix_keys(const RowInfo* rows, const WindowInfo* windows, const u8* records, const u8* ring,
                                          const u8* cache, const u32* table, const u32* selected, const u32* counts,
-                                         const float* frequencies, const float* scores, float* out,
-                                         const Shape& shape) {
-    constexpr u32 COLUMNS = 8 * N, KEY_LINE = COLUMNS + 4, OWN_HEADS = HEADS * STEP / THREADS;
-    constexpr u32 OWN_KEYS = COLUMNS * STEP / THREADS;
+                                         const float* frequencies, const float* scores, float* out, const Shape& shape) {
+    constexpr u32 HEADS = T::HEADS, COLUMNS = T::KEYS, N = T::N, STEP = T::STEP;
+    constexpr u32 LINE = COLUMNS + 4, OWN_KEYS = COLUMNS * STEP / THREADS;
+    typedef Lines<HEADS, STEP> Weights;
     extern __shared__ const u8* key_records[];
-    __shared__ float4 weight_lines[STEP][LINE / 4];
-    __shared__ float4 key_lines[STEP][KEY_LINE / 4];
-    const u32 thread = threadIdx.x, lane = thread % 32, warp = thread / 32, head_dim = shape.head_dim;
+    __shared__ Weights weights;
+    __shared__ float4 key_lines[STEP][LINE / 4];
+    const u32 thread = threadIdx.x, head_dim = shape.head_dim;
     const u32 column_tiles = head_dim / COLUMNS, head_tiles = (shape.heads + HEADS - 1) / HEADS;
     const u32 first_column = blockIdx.x % column_tiles * COLUMNS;
     const u32 first_head = blockIdx.x / column_tiles % head_tiles * HEADS;
@@ -244,9 +286,12 @@ __device__ __forceinline__ void mix_keys(const RowInfo* rows, const WindowInfo* 
     __syncthreads();
 
     const float* of_heads = scores + ((u64)tile_row * shape.heads + first_head) * shape.stride;
-    float next_weight[OWN_HEADS], next_key[OWN_KEYS];
+    float4 next_weight[Weights::OWN];
+    float next_key[OWN_KEYS];
     const auto load = [&](u32 first) {
-        load_heads(next_weight, of_heads + first, heads, shape.stride, keys.total - first);
+        Weights::load(next_weight, [&](u32 head, u32 key) {
+            return head < heads && first + key < keys.total ? of_heads[(u64)head * shape.stride + first + key] : 0.0f;
+        });
 #pragma unroll
         for (u32 i = 0; i < OWN_KEYS; i++) {
             const u32 at = i * THREADS + thread, j = first + at / COLUMNS, c = first_column + at % COLUMNS;
@@ -254,8 +299,7 @@ __device__ __forceinline__ void mix_keys(const RowInfo* rows, const WindowInfo* 
         }
     };
     const auto store = [&] {
-#pragma unroll
-        for (u32 i = 0; i < OWN_HEADS; i++) ((float*)weight_lines[lane])[4 * i + warp] = next_weight[i];
+        weights.store(next_weight);
 #pragma unroll
         for (u32 i = 0; i < OWN_KEYS; i++) {
             const u32 at = i * THREADS + thread;
@@ -264,7 +308,7 @@ __device__ __forceinline__ void mix_keys(const RowInfo* rows, const WindowInfo* 
     };
 
     // A thread's four heads and N columns.
-    const u32 own_head = thread / 8, own_column = thread % 8 * N;
+    const u32 own_head = thread / (COLUMNS / N), own_column = thread % (COLUMNS / N) * N;
     float mixed[4][N];
 #pragma unroll
     for (u32 h = 0; h < 4; h++) {
@@ -272,7 +316,7 @@ __device__ __forceinline__ void mix_keys(const RowInfo* rows, const WindowInfo* 
         for (u32 n = 0; n < N; n++) mixed[h][n] = 0.0f;
     }
     const auto step = [&](u32 k) {
-        const float4 weight = weight_lines[k][own_head];
+        const float4 weight = weights.lines[k][own_head];
         const float* key = (const float*)key_lines[k] + own_column;
 #pragma unroll
         for (u32 n = 0; n < N; n++) {
@@ -288,13 +332,9 @@ __device__ __forceinline__ void mix_keys(const RowInfo* rows, const WindowInfo* 
         __syncthreads();
         if (first + STEP < keys.total) load(first + STEP);
         // A step beyond the last key would turn a zero's sign.
-        if (first + STEP <= keys.total) {
+        const u32 steps = min(STEP, keys.total - first);
 #pragma unroll 8
-            for (u32 k = 0; k < STEP; k++) step(k);
-        } else {
-#pragma unroll 1
-            for (u32 k = 0; k < keys.total - first; k++) step(k);
-        }
+        for (u32 k = 0; k < steps; k++) step(k);
         __syncthreads();
     }
 
@@ -332,25 +372,25 @@ __device__ __forceinline__ void mix_keys(const RowInfo* rows, const WindowInfo* 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
-attention_mix_1(const RowInfo* rows, const WindowInfo* windows, const u8* records, const u8* ring, const u8* cache,
-                const u32* table, const u32* selected, const u32* counts, const float* frequencies, const float* scores,
-                float* out, const Shape shape) {
+attention_mix_32_16(const RowInfo* rows, const WindowInfo* windows, const u8* records, const u8* ring, const u8* cache,
+                    const u32* table, const u32* selected, const u32* counts, const float* frequencies,
+                    const float* scores, float* out, const Shape shape) {
     wait_for_inputs();
-    mix_keys<1>(rows, windows, records, ring, cache, table, selected, counts, frequencies, scores, out, shape);
+    mix_keys<Fine>(rows, windows, records, ring, cache, table, selected, counts, frequencies, scores, out, shape);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
-attention_mix_2(const RowInfo* rows, const WindowInfo* windows, const u8* records, const u8* ring, const u8* cache,
-                const u32* table, const u32* selected, const u32* counts, const float* frequencies, const float* scores,
-                float* out, const Shape shape) {
+attention_mix_64_16(const RowInfo* rows, const WindowInfo* windows, const u8* records, const u8* ring, const u8* cache,
+                    const u32* table, const u32* selected, const u32* counts, const float* frequencies,
+                    const float* scores, float* out, const Shape shape) {
     wait_for_inputs();
-    mix_keys<2>(rows, windows, records, ring, cache, table, selected, counts, frequencies, scores, out, shape);
+    mix_keys<Middle>(rows, windows, records, ring, cache, table, selected, counts, frequencies, scores, out, shape);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
-attention_mix_4(const RowInfo* rows, const WindowInfo* windows, const u8* records, const u8* ring, const u8* cache,
-                const u32* table, const u32* selected, const u32* counts, const float* frequencies, const float* scores,
-                float* out, const Shape shape) {
+attention_mix_64_32(const RowInfo* rows, const WindowInfo* windows, const u8* records, const u8* ring, const u8* cache,
+                    const u32* table, const u32* selected, const u32* counts, const float* frequencies,
+                    const float* scores, float* out, const Shape shape) {
     wait_for_inputs();
-    mix_keys<4>(rows, windows, records, ring, cache, table, selected, counts, frequencies, scores, out, shape);
+    mix_keys<Coarse>(rows, windows, records, ring, cache, table, selected, counts, frequencies, scores, out, shape);
 }
