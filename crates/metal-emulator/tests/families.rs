@@ -4,15 +4,16 @@
 mod common;
 
 use std::collections::BTreeSet;
-use tf_contract::families::{Sizes, TINY, check};
+use tf_contract::families::{RELEASE, Sizes, TINY, check};
 use tf_device::{Device, Queue};
 use tf_metal_emulator::{Rigour, cuda_device, device_with};
 
-fn hold(device: Device, sizes: Sizes, row_counts: &[usize]) {
+/// Families that `only` names, all where it is empty.
+fn hold(device: Device, sizes: Sizes, row_counts: &[usize], only: &str, families_wanted: usize) {
     let Device::Gpu(gpu) = &device else { panic!("the emulator is a GPU") };
     let mut queue = Queue::gpu(gpu);
     let (mut families, mut problems) = (BTreeSet::new(), Vec::new());
-    check(&device, &mut queue, sizes, row_counts, None, None, &mut |outcome| {
+    check(&device, &mut queue, sizes, row_counts, Some(only), None, &mut |outcome| {
         families.insert(outcome.family);
         if outcome.differ > 0 || outcome.compared == 0 {
             problems.push(outcome.to_string());
@@ -20,26 +21,43 @@ fn hold(device: Device, sizes: Sizes, row_counts: &[usize]) {
     })
     .unwrap();
     assert!(problems.is_empty(), "{}", problems.join("\n"));
-    assert_eq!(families.len(), 20, "{families:?}");
+    assert_eq!(families.len(), families_wanted, "{families:?}");
 }
 
 #[test]
 fn emulated_metal_has_the_bits_of_the_cpu() {
     if common::ready("emulated_metal_has_the_bits_of_the_cpu") {
-        hold(device_with(Rigour::Once).unwrap(), TINY, &[1, 2, 9]);
+        hold(device_with(Rigour::Once).unwrap(), TINY, &[1, 2, 9], "", 20);
     }
 }
 
 #[test]
 fn emulated_cuda_has_the_bits_of_the_cpu() {
     if common::ready("emulated_cuda_has_the_bits_of_the_cpu") {
-        hold(cuda_device(Rigour::Proven).unwrap(), TINY, &[2, 9]);
+        hold(cuda_device(Rigour::Proven).unwrap(), TINY, &[2, 9], "", 20);
     }
 }
 
 #[test]
 fn emulated_cuda_has_the_bits_of_the_cpu_for_many_rows() {
     if common::ready("emulated_cuda_has_the_bits_of_the_cpu_for_many_rows") {
-        hold(cuda_device(Rigour::Once).unwrap(), TINY, &[1, 40]);
+        hold(cuda_device(Rigour::Once).unwrap(), TINY, &[1, 40], "", 20);
+    }
+}
+
+#[test]
+fn emulated_cuda_has_the_bits_of_the_cpu_at_the_sizes_of_the_release() {
+    if common::ready("emulated_cuda_has_the_bits_of_the_cpu_at_the_sizes_of_the_release") {
+        let sizes = Sizes { context: 9001, ..RELEASE };
+        hold(cuda_device(Rigour::Once).unwrap(), sizes, &[1, 4], "", 20);
+    }
+}
+
+#[test]
+fn emulated_cuda_selects_from_parts_of_a_long_row_as_the_cpu_from_the_whole() {
+    if common::ready("emulated_cuda_selects_from_parts_of_a_long_row_as_the_cpu_from_the_whole") {
+        // Three and five parts; the second row sees a little more than the first.
+        let sizes = Sizes { context: 70_001, blocks_max: 5000, ..TINY };
+        hold(cuda_device(Rigour::Proven).unwrap(), sizes, &[2], "index_score", 3);
     }
 }

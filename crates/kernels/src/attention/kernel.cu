@@ -245,21 +245,46 @@ attention_softmax(const RowInfo* rows, const WindowInfo* windows, const u32* cou
     const u32 total = keys_of(rows, windows, counts, shape.first_row + tile_row, shape).total;
     float* of_head = scores + (u64)item * shape.stride;
     float* values = exponentials + warp * shape.stride;
+    // Several keys of a lane at a time, so that none waits for memory alone.
+    constexpr u32 AT_ONCE = 8;
     float most = -infinite();
-    for (u32 j = lane; j < total; j += 32) {
-        values[j] = of_head[j];
-        most = max_second(values[j], most);
+    for (u32 first = lane; first < total; first += 32 * AT_ONCE) {
+        float score[AT_ONCE];
+#pragma unroll
+        for (u32 i = 0; i < AT_ONCE; i++) score[i] = first + 32 * i < total ? of_head[first + 32 * i] : -infinite();
+#pragma unroll
+        for (u32 i = 0; i < AT_ONCE; i++) {
+            if (first + 32 * i < total) values[first + 32 * i] = score[i];
+            most = max_second(score[i], most);
+        }
     }
     // A maximum's order is free.
     for (u32 step = 16; step > 0; step /= 2) most = max_second(__shfl_xor_sync(WARP, most, step), most);
-    for (u32 j = lane; j < total; j += 32) {
-        values[j] = exp_own(values[j] - most);
-        of_head[j] = bf16_round(values[j]);
+    for (u32 first = lane; first < total; first += 32 * AT_ONCE) {
+        float score[AT_ONCE];
+#pragma unroll
+        for (u32 i = 0; i < AT_ONCE; i++) score[i] = first + 32 * i < total ? values[first + 32 * i] : 0.0f;
+#pragma unroll
+        for (u32 i = 0; i < AT_ONCE; i++) {
+            score[i] = exp_own(score[i] - most);
+            if (first + 32 * i < total) {
+                values[first + 32 * i] = score[i];
+                of_head[first + 32 * i] = bf16_round(score[i]);
+            }
+        }
     }
     __syncwarp();
+    constexpr u32 STEPS = 16;
     float sum = 0.0f;
-#pragma unroll 8
-    for (u32 j = 0; j < total; j++) sum = sum + values[j];
+    u32 j = 0;
+    for (; j + STEPS <= total; j += STEPS) {
+        float value[STEPS];
+#pragma unroll
+        for (u32 i = 0; i < STEPS; i++) value[i] = values[j + i];
+#pragma unroll
+        for (u32 i = 0; i < STEPS; i++) sum = sum + value[i];
+    }
+    for (; j < total; j++) sum = sum + values[j];
     if (lane == 0) scores[shape.sums_at + item] = sum + exp_own(sinks[head] - most);
 }
 

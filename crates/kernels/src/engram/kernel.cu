@@ -48,18 +48,11 @@ engram_gate(float* streams, const float* kv, const float* q_weight, const float*
     if (warp == 0) {
         const float* q = q_weight + i * hidden;
         const float* k = k_weight + i * hidden;
-        float even = 0.0f, odd = 0.0f;
-#pragma unroll 8
-        for (u32 c = lane; c < hidden; c += 64) {
-            const u32 d = c + 32;
-            even = fma_own(x[c] * q[c], k[c] * key[c], even);
-            if (d < hidden) odd = fma_own(x[d] * q[d], k[d] * key[d], odd);
-        }
-        const float dot = fold_four(even, odd);
+        const float dot = sum_products_of(hidden, lane, [&](u32 c, float& a, float& b) { a = x[c] * q[c], b = k[c] * key[c]; });
         if (lane == 0) sums[0] = dot;
     } else if (warp < 3) {
         const float* values = warp == 1 ? x : key;
-        const float squares = sum_products(values, values, hidden, lane);
+        const float squares = sum_squares(values, hidden, lane);
         if (lane == 0) sums[warp] = squares;
     }
     __syncthreads();
@@ -68,5 +61,6 @@ engram_gate(float* streams, const float* kv, const float* q_weight, const float*
     // Not a number: the smaller magnitude, as the CPU's maximum has it, with the sign that d carries.
     const float magnitude = __fsqrt_rn(fabsf(d) > 1e-6f ? fabsf(d) : 1e-6f);
     const float gate = sigmoid_own(from_bits(to_bits(magnitude) | (to_bits(d) & 0x80000000u)));
+#pragma unroll 4
     for (u32 c = thread; c < hidden; c += blockDim.x) x[c] = bf16_round(x[c] + gate * value[c]);
 }

@@ -12,7 +12,9 @@ const APART_MAX: usize = 16;
 const SHARING_ROWS: usize = 8;
 const SHARING_BYTES: u32 = 68_608;
 const MIX_THREADS: u32 = 256;
-const ROW_THREADS: u32 = 512;
+const ROW_THREADS: u32 = 640;
+/// Of a row, which its group's threads hold in registers.
+const HIDDEN_MAX: usize = 10_240;
 
 /// The constants of a launch; each entry reads its own.
 #[derive(Default)]
@@ -94,6 +96,7 @@ fn enter_metal(queue: &mut GpuQueue, args: EnterArgs<'_>, shape: &ShapeBytes) ->
 
 fn enter_cuda(queue: &mut GpuQueue, args: EnterArgs<'_>, shape: &ShapeBytes) -> Result<(), LaunchError> {
     let EnterArgs { y, streams, mix, post, comb, weights, norm, rows, hidden, normed, quantised, scratch, .. } = args;
+    LaunchError::check_limit("the hidden size", hidden, HIDDEN_MAX)?;
     queue.launch(Launch {
         program: &PROGRAM,
         entry: "hyper_enter",
@@ -162,7 +165,10 @@ pub(super) fn run_collapse(queue: &mut GpuQueue, args: CollapseArgs<'_>) -> Resu
         usize::from(normed.is_some()) | usize::from(quantised.is_some()) << 1 | usize::from(collapsed.is_some()) << 2;
     let ((groups, threads), shared_bytes) = match queue.backend() {
         Backend::Metal => (a_simd_group_each(rows), 0),
-        Backend::Cuda => ((count(rows), ROW_THREADS), count(4 * hidden)),
+        Backend::Cuda => {
+            LaunchError::check_limit("the hidden size", hidden, HIDDEN_MAX)?;
+            ((count(rows), ROW_THREADS), count(4 * hidden))
+        }
     };
     queue.launch(Launch {
         program: &PROGRAM,
@@ -185,7 +191,10 @@ pub(super) fn run_collapse(queue: &mut GpuQueue, args: CollapseArgs<'_>) -> Resu
 pub(super) fn run_tap(queue: &mut GpuQueue, args: TapArgs<'_>) -> Result<(), LaunchError> {
     let TapArgs { streams, rows, hidden, out, out_columns, out_offset, quantise } = args;
     let outputs = usize::from(quantise) << 1;
-    let (groups, threads) = a_simd_group_each(rows);
+    let (groups, threads) = match queue.backend() {
+        Backend::Metal => a_simd_group_each(rows),
+        Backend::Cuda => a_thread_each(rows * hidden / 4),
+    };
     queue.launch(Launch {
         program: &PROGRAM,
         entry: "hyper_tap",

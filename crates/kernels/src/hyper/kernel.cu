@@ -4,13 +4,13 @@
 //
 // streams [rows, 4, hidden] f32 in place   y [rows, hidden] f32   mix, post [rows, 4] f32   comb [rows, 4, 4] f32 (source,
 // target)   function [24, 4 hidden] f32   base [24]   scale [3]   norm [hidden]   scratch [rows, 32] f32
-// grid hyper_enter, hyper_collapse: 512 threads a row, dynamic shared memory: the row. hyper_expand: a thread a column of a
+// grid hyper_enter, hyper_collapse: 640 threads a row, dynamic shared memory: the row. hyper_expand: a thread a column of a
 //      row, any block. hyper_mixes: 256 threads for 8 rows, dynamic shared memory: 68608 bytes. hyper_mixes_one: 256 threads
 //      for each of 25 items of a row, its outputs and its sum of squares, dynamic shared memory: a row of weights and the
-//      streams; the last to arrive (scratch holds their count) makes the mixes. hyper_tap: a warp a row, any block
+//      streams; the last to arrive (scratch holds their count) makes the mixes. hyper_tap: a thread four columns of a row
 // sum  order::dot for the products (16 lanes an output), order::sum_squares for the squares, as on the CPU; the sums of four
 //      in index order
-// max  hidden is a multiple of 32
+// max  hidden is a multiple of 32, at most 10240 (checked by launch)
 #include "prelude.cuh"
 
 struct Shape {
@@ -19,7 +19,7 @@ struct Shape {
     u32 out_columns, out_offset;
 };
 
-constexpr u32 THREADS = 256, ROW_THREADS = 512, OUTPUTS = 24;
+constexpr u32 THREADS = 256, ROW_THREADS = 640, ROW_QUADS = 4, OUTPUTS = 24;
 
 // What a row's streams become: a column of each, times comb[i][j], plus post[j] times the sublayer's output.
 struct Expansion {
@@ -93,39 +93,78 @@ __device__ __forceinline__ void make_mixes(float z, float* mix, float* post, flo
     if (lane < 16) comb[row * 16 + lane] = value;
 }
 
-// The norm of the collapsed row that lies in shared memory, by all threads.
-__device__ __forceinline__ void finish_row(const float* collapsed_row, const float* norm, float* normed, float* quantised,
-                                           float* collapsed, u32 row, const Shape& shape) {
-    __shared__ float factor_of_row;
-    const u32 thread = threadIdx.x, lane = thread % 32, hidden = shape.hidden;
-    __syncthreads();
-    if (thread < 32) {
-        const float factor = inverse_rms(sum_products(collapsed_row, collapsed_row, hidden, lane), hidden, shape.norm_eps);
-        if (lane == 0) factor_of_row = factor;
+// A row's columns, four in a quad, a thread having up to ROW_QUADS of them.
+struct RowQuads {
+    float4 norm[ROW_QUADS], u[ROW_QUADS];
+
+    // Before the inputs are there.
+    __device__ __forceinline__ void load_norm(const float* weight, u32 quads) {
+#pragma unroll
+        for (u32 i = 0; i < ROW_QUADS; i++) {
+            const u32 quad = i * ROW_THREADS + threadIdx.x;
+            norm[i] = quad < quads ? ((const float4*)weight)[quad] : zero_quad();
+        }
     }
-    __syncthreads();
-    const float factor = factor_of_row;
-    for (u32 c = thread; c < hidden; c += blockDim.x) {
-        const float u = collapsed_row[c], value = bf16_round(norm[c] * (u * factor));
-        if ((shape.outputs & 4) != 0) collapsed[row * hidden + c] = u;
-        if ((shape.outputs & 1) != 0) normed[row * hidden + c] = value;
-        if ((shape.outputs & 2) != 0) quantised[row * hidden + c] = fp8_round(value);
+
+    // The norm of the collapsed row; `row_quads` holds it once all have written theirs.
+    __device__ __forceinline__ void finish(float4* row_quads, float* normed, float* quantised, float* collapsed, u32 row,
+                                           const Shape& shape) {
+        __shared__ float factor_of_row;
+        const u32 thread = threadIdx.x, lane = thread % 32, hidden = shape.hidden, quads = hidden / 4;
+#pragma unroll
+        for (u32 i = 0; i < ROW_QUADS; i++) {
+            const u32 quad = i * ROW_THREADS + thread;
+            if (quad < quads) row_quads[quad] = u[i];
+        }
+        __syncthreads();
+        if (thread < 32) {
+            const float squares = sum_squares((const float*)row_quads, hidden, lane);
+            if (lane == 0) factor_of_row = inverse_rms(squares, hidden, shape.norm_eps);
+        }
+        __syncthreads();
+        const float factor = factor_of_row;
+#pragma unroll
+        for (u32 i = 0; i < ROW_QUADS; i++) {
+            // The same for all lanes of a warp.
+            if (i * ROW_THREADS + thread - lane >= quads) break;
+            const u32 quad = i * ROW_THREADS + thread, at = row * quads + quad;
+            const float4 value = scale_quad(norm[i], u[i], factor);
+            const float4 rounded = (shape.outputs & 2) != 0 ? fp8_round_quad(value) : value;
+            if (quad >= quads) continue;
+            if ((shape.outputs & 4) != 0) ((float4*)collapsed)[at] = u[i];
+            if ((shape.outputs & 1) != 0) ((float4*)normed)[at] = value;
+            if ((shape.outputs & 2) != 0) ((float4*)quantised)[at] = rounded;
+        }
     }
+};
+
+__device__ __forceinline__ float4 collapse_quad(float4 x0, float4 x1, float4 x2, float4 x3, const float (&m)[4]) {
+    float4 u;
+    u.x = collapse_column(x0.x, x1.x, x2.x, x3.x, m);
+    u.y = collapse_column(x0.y, x1.y, x2.y, x3.y, m);
+    u.z = collapse_column(x0.z, x1.z, x2.z, x3.z, m);
+    u.w = collapse_column(x0.w, x1.w, x2.w, x3.w, m);
+    return u;
 }
 
 extern "C" __global__ void __launch_bounds__(ROW_THREADS)
 hyper_collapse(const float* streams, const float* mix, const float* norm, float* normed, float* quantised, float* collapsed,
                const Shape shape) {
-    extern __shared__ float row_values[];
+    extern __shared__ float4 row_quads[];
+    const u32 row = blockIdx.x, quads = shape.hidden / 4;
+    RowQuads of_row;
+    of_row.load_norm(norm, quads);
     wait_for_inputs();
-    const u32 row = blockIdx.x, hidden = shape.hidden;
-    const float* x = streams + row * 4 * hidden;
+    const float4* x = (const float4*)streams + row * 4 * quads;
     const float m[4] = {mix[row * 4], mix[row * 4 + 1], mix[row * 4 + 2], mix[row * 4 + 3]};
-#pragma unroll 4
-    for (u32 c = threadIdx.x; c < hidden; c += blockDim.x) {
-        row_values[c] = collapse_column(x[c], x[hidden + c], x[2 * hidden + c], x[3 * hidden + c], m);
+#pragma unroll
+    for (u32 i = 0; i < ROW_QUADS; i++) {
+        const u32 quad = i * ROW_THREADS + threadIdx.x;
+        of_row.u[i] = quad < quads
+            ? collapse_quad(x[quad], x[quads + quad], x[2 * quads + quad], x[3 * quads + quad], m)
+            : zero_quad();
     }
-    finish_row(row_values, norm, normed, quantised, collapsed, row, shape);
+    of_row.finish(row_quads, normed, quantised, collapsed, row, shape);
 }
 
 // Expands the streams where y is given, collapses them with the mix of the sublayer before, and sets the row's count of
@@ -134,14 +173,20 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS)
 hyper_enter(const float* y, float* streams, const float* mix, const float* post, const float* comb, const float* norm,
             float* normed, float* quantised, u32* scratch, const Shape shape) {
     extern __shared__ float4 row_quads[];
+    const u32 row = blockIdx.x, quads = shape.hidden / 4;
+    RowQuads of_row;
+    of_row.load_norm(norm, quads);
     wait_for_inputs();
-    const u32 row = blockIdx.x, hidden = shape.hidden, quads = hidden / 4;
-    float4* x = (float4*)(streams + row * 4 * hidden);
-    const float4* out = (const float4*)(y + row * hidden);
+    float4* x = (float4*)streams + row * 4 * quads;
+    const float4* out = (const float4*)y + row * quads;
     const float m[4] = {mix[row * 4], mix[row * 4 + 1], mix[row * 4 + 2], mix[row * 4 + 3]};
     const bool expands = (shape.outputs & 8) != 0;
     const Expansion expansion(comb + row * 16, post + row * 4);
-    for (u32 quad = threadIdx.x; quad < quads; quad += blockDim.x) {
+#pragma unroll
+    for (u32 i = 0; i < ROW_QUADS; i++) {
+        const u32 quad = i * ROW_THREADS + threadIdx.x;
+        of_row.u[i] = zero_quad();
+        if (quad >= quads) continue;
         float4 x0 = x[quad], x1 = x[quads + quad], x2 = x[2 * quads + quad], x3 = x[3 * quads + quad];
         if (expands) {
             const float4 o = out[quad];
@@ -156,21 +201,34 @@ hyper_enter(const float* y, float* streams, const float* mix, const float* post,
             }
             x0 = next[0], x1 = next[1], x2 = next[2], x3 = next[3];
         }
-        float4 u;
-        u.x = collapse_column(x0.x, x1.x, x2.x, x3.x, m);
-        u.y = collapse_column(x0.y, x1.y, x2.y, x3.y, m);
-        u.z = collapse_column(x0.z, x1.z, x2.z, x3.z, m);
-        u.w = collapse_column(x0.w, x1.w, x2.w, x3.w, m);
-        row_quads[quad] = u;
+        of_row.u[i] = collapse_quad(x0, x1, x2, x3, m);
     }
     if (threadIdx.x == 0) scratch[row * 32 + OUTPUTS + 1] = 0;
-    finish_row((const float*)row_quads, norm, normed, quantised, nullptr, row, shape);
+    of_row.finish(row_quads, normed, quantised, nullptr, row, shape);
 }
 
-// One chain of 16 lanes from `begin` to `end`; lanes 16..31 repeat lanes 0..15.
+// One chain of 16 lanes from `begin` to `end`; lanes 16..31 repeat lanes 0..15. The factors of the next steps are fetched
+// while those of the last ones are added up.
 __device__ __forceinline__ float add_products(float sum, const float* weight, const float* x, u32 begin, u32 end) {
-#pragma unroll 16
-    for (u32 c = begin; c < end; c += 16) sum = fma_own(weight[c], x[c], sum);
+    constexpr u32 STEPS = 16;
+    float w[STEPS], v[STEPS];
+    u32 c = begin;
+    if (c + 16 * STEPS <= end) {
+#pragma unroll
+        for (u32 i = 0; i < STEPS; i++) w[i] = weight[c + 16 * i], v[i] = x[c + 16 * i];
+        for (c += 16 * STEPS; c + 16 * STEPS <= end; c += 16 * STEPS) {
+            float next_w[STEPS], next_v[STEPS];
+#pragma unroll
+            for (u32 i = 0; i < STEPS; i++) next_w[i] = weight[c + 16 * i], next_v[i] = x[c + 16 * i];
+#pragma unroll
+            for (u32 i = 0; i < STEPS; i++) sum = fma_own(w[i], v[i], sum);
+#pragma unroll
+            for (u32 i = 0; i < STEPS; i++) w[i] = next_w[i], v[i] = next_v[i];
+        }
+#pragma unroll
+        for (u32 i = 0; i < STEPS; i++) sum = fma_own(w[i], v[i], sum);
+    }
+    for (; c < end; c += 16) sum = fma_own(weight[c], x[c], sum);
     return sum;
 }
 
@@ -213,7 +271,7 @@ hyper_mixes_one(const float* streams, float* mix, float* post, float* comb, cons
     __syncthreads();
     if (thread >= 32) return;
     if (adds) sum = fold16(add_products(sum, weights, values, 12 * part, width));
-    if (output == OUTPUTS) sum = sum_products((const float*)staged_x, (const float*)staged_x, width, lane);
+    if (output == OUTPUTS) sum = sum_squares((const float*)staged_x, width, lane);
 
     u32* const z = scratch + row * 32;
     u32 arrived = 0;
@@ -342,14 +400,17 @@ hyper_mixes(const float* streams, float* mix, float* post, float* comb, const fl
 }
 
 // out[r][out_offset + c] = bf16((((X0 + X1) + X2) + X3) * 0.25), with QDQ8 where bit 1 of outputs is set
-extern "C" __global__ void __launch_bounds__(1024) hyper_tap(const float* streams, float* out, const Shape shape) {
+extern "C" __global__ void __launch_bounds__(THREADS) hyper_tap(const float* streams, float* out, const Shape shape) {
     wait_for_inputs();
-    const u32 row = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32, hidden = shape.hidden;
-    if (row >= shape.rows) return;
-    for (u32 c = lane; c < hidden; c += 32) {
-        const float* x = streams + row * 4 * hidden + c;
-        float value = bf16_round((((x[0] + x[hidden]) + x[2 * hidden]) + x[3 * hidden]) * 0.25f);
-        if ((shape.outputs & 2) != 0) value = fp8_round(value);
-        out[row * shape.out_columns + shape.out_offset + c] = value;
-    }
+    const u32 quads = shape.hidden / 4, item = blockIdx.x * THREADS + threadIdx.x, row = item / quads, quad = item % quads;
+    const bool inside = row < shape.rows;
+    const float4* x = (const float4*)streams + (inside ? row : 0) * 4 * quads + quad;
+    const float4 x0 = x[0], x1 = x[quads], x2 = x[2 * quads], x3 = x[3 * quads];
+    float4 value;
+    value.x = bf16_round((((x0.x + x1.x) + x2.x) + x3.x) * 0.25f);
+    value.y = bf16_round((((x0.y + x1.y) + x2.y) + x3.y) * 0.25f);
+    value.z = bf16_round((((x0.z + x1.z) + x2.z) + x3.z) * 0.25f);
+    value.w = bf16_round((((x0.w + x1.w) + x2.w) + x3.w) * 0.25f);
+    if ((shape.outputs & 2) != 0) value = fp8_round_quad(value);
+    if (inside) *(float4*)(out + row * shape.out_columns + shape.out_offset + 4 * quad) = value;
 }

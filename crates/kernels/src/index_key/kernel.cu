@@ -24,7 +24,7 @@ index_key(const float* x, const float* norm, const EntryInfo* entries, const u32
     const u64 page = table[slot * shape.pages_per_slot + entry / shape.entries_per_page];
     const u32 inside = entry % shape.entries_per_page, place = inside % 16;
     u8* block = cache + (page * shape.entries_per_page + inside / 16 * 16) * bytes;
-    const float factor = inverse_rms(sum_products(in, in, head_dim, lane), head_dim, shape.eps);
+    const float factor = inverse_rms(sum_squares(in, head_dim, lane), head_dim, shape.eps);
     for (u32 g = 0; g < head_dim / 32; g++) {
         const u32 c = 32 * g + lane;
         float value = bf16_round(norm[c] * (in[c] * factor));

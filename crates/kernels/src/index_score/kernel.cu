@@ -60,24 +60,39 @@ index_score(const float* queries, const float* weights, const RowInfo* rows, con
         float dots[TILE];
 #pragma unroll
         for (u32 h = 0; h < TILE; h++) dots[h] = 0.0f;
-        for (u32 c = 0; c < head_dim; c += 8) {
-            const u32 code = codes[2 * c], scale = scales[c / 32 * 16];
-            const float factor = scale == 255 ? not_a_number() : from_bits(scale << 23);
-            float key[8];
+        // The codes of the next 32 columns are on their way while these are multiplied.
+        u32 next_code[4], next_scale;
+        const auto load = [&](u32 c) {
 #pragma unroll
-            for (u32 i = 0; i < 8; i++) key[i] = e2m1_value(code >> 4 * i) * factor;
+            for (u32 i = 0; i < 4; i++) next_code[i] = codes[2 * c + 16 * i];
+            next_scale = scales[c / 2];
+        };
+        load(0);
+        for (u32 c = 0; c < head_dim; c += 32) {
+            u32 code[4];
 #pragma unroll
-            for (u32 h = 0; h < TILE; h++) {
-                const float4 low = query[(h * head_dim + c) / 4], high = query[(h * head_dim + c) / 4 + 1];
-                float dot = dots[h];
-                dot = fma_own(low.x, key[0], dot);
-                dot = fma_own(low.y, key[1], dot);
-                dot = fma_own(low.z, key[2], dot);
-                dot = fma_own(low.w, key[3], dot);
-                dot = fma_own(high.x, key[4], dot);
-                dot = fma_own(high.y, key[5], dot);
-                dot = fma_own(high.z, key[6], dot);
-                dots[h] = fma_own(high.w, key[7], dot);
+            for (u32 i = 0; i < 4; i++) code[i] = next_code[i];
+            const float factor = next_scale == 255 ? not_a_number() : from_bits(next_scale << 23);
+            if (c + 32 < head_dim) load(c + 32);
+#pragma unroll
+            for (u32 i = 0; i < 4; i++) {
+                float key[8];
+#pragma unroll
+                for (u32 k = 0; k < 8; k++) key[k] = e2m1_value(code[i] >> 4 * k) * factor;
+#pragma unroll
+                for (u32 h = 0; h < TILE; h++) {
+                    const u32 at = (h * head_dim + c) / 4 + 2 * i;
+                    const float4 low = query[at], high = query[at + 1];
+                    float dot = dots[h];
+                    dot = fma_own(low.x, key[0], dot);
+                    dot = fma_own(low.y, key[1], dot);
+                    dot = fma_own(low.z, key[2], dot);
+                    dot = fma_own(low.w, key[3], dot);
+                    dot = fma_own(high.x, key[4], dot);
+                    dot = fma_own(high.y, key[5], dot);
+                    dot = fma_own(high.z, key[6], dot);
+                    dots[h] = fma_own(high.w, key[7], dot);
+                }
             }
         }
 #pragma unroll

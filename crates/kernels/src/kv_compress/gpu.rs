@@ -1,12 +1,9 @@
 use super::Args;
 use crate::gpu::{a_simd_group_each, count, program};
 use tf_device::LaunchError;
-use tf_device::gpu::{Binding, GpuQueue, Launch, Program, ShapeBytes, bytes_of};
+use tf_device::gpu::{Backend, Binding, GpuQueue, Launch, Program, ShapeBytes, bytes_of};
 
 static PROGRAM: Program = program("kv_compress", Some(include_str!("kernel.metal")), true);
-
-/// Entries of a group: each has its place in the group's memory.
-const IN_GROUP: usize = 4;
 
 pub(super) fn run(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
     let Args { raw, rows, windows, entries, ratio, norm, eps, frequencies, head_dim, mut raw_ring, raw_len, .. } = args;
@@ -14,6 +11,10 @@ pub(super) fn run(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchErro
     let shape_of = |items: usize| {
         let sizes = ShapeBytes::new().uint(items).uint(ratio as usize).uint(head_dim).uint(2 * frequencies.len());
         sizes.uint(raw_len).uint(pages.pages_per_slot).uint(pages.entries_per_page).float(eps)
+    };
+    let (groups, threads) = match queue.backend() {
+        Backend::Metal => a_simd_group_each(entries.len()),
+        Backend::Cuda => (count(entries.len()), count((head_dim / 4).next_multiple_of(32))),
     };
     let (row_bytes, window_bytes) = (Binding::Bytes(bytes_of(rows)), Binding::Bytes(bytes_of(windows)));
     queue.launch(Launch {
@@ -32,8 +33,8 @@ pub(super) fn run(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchErro
             Binding::Write(latents),
         ],
         shape: shape_of(entries.len()).bytes(),
-        groups: count(entries.len().div_ceil(IN_GROUP)),
-        threads: 32 * count(IN_GROUP),
+        groups,
+        threads,
         shared_bytes: 0,
     })?;
     let Some(raw_ring) = raw_ring.take().filter(|_| ratio == 2) else {

@@ -1,15 +1,15 @@
 use super::{Args, RingArgs};
-use crate::gpu::{a_simd_group_each, program};
+use crate::gpu::{a_simd_group_each, count, program};
 use crate::rows::RowInfo;
 use tf_device::LaunchError;
-use tf_device::gpu::{Binding, GpuQueue, Launch, Program, ShapeBytes, bytes_of};
+use tf_device::gpu::{Backend, Binding, GpuQueue, Launch, Program, ShapeBytes, bytes_of};
 
 static PROGRAM: Program = program("kv_store", Some(include_str!("kernel.metal")), true);
 
 pub(super) fn run(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
     let Args { x, norm, eps, rows, frequencies, head_dim, records } = args;
     let shape = ShapeBytes::new().uint(rows.len()).uint(head_dim).uint(2 * frequencies.len()).uint(0).float(eps);
-    let (groups, threads) = a_simd_group_each(rows.len());
+    let (groups, threads) = a_row_each(queue, rows.len(), head_dim);
     queue.launch(Launch {
         program: &PROGRAM,
         entry: "kv_store",
@@ -40,7 +40,7 @@ pub(super) fn run_ring(queue: &mut GpuQueue, args: RingArgs<'_>) -> Result<(), L
         }));
     }
     let shape = ShapeBytes::new().uint(rows.len()).uint(head_dim).uint(0).uint(ring_len).float(0.0);
-    let (groups, threads) = a_simd_group_each(rows.len());
+    let (groups, threads) = a_row_each(queue, rows.len(), head_dim);
     queue.launch(Launch {
         program: &PROGRAM,
         entry: "kv_store_ring",
@@ -55,4 +55,12 @@ pub(super) fn run_ring(queue: &mut GpuQueue, args: RingArgs<'_>) -> Result<(), L
         threads,
         shared_bytes: 0,
     })
+}
+
+/// A SIMD group a row on Metal, a thread four columns of it on CUDA.
+fn a_row_each(queue: &GpuQueue, rows: usize, head_dim: usize) -> (u32, u32) {
+    match queue.backend() {
+        Backend::Metal => a_simd_group_each(rows),
+        Backend::Cuda => (count(rows), count((head_dim / 4).next_multiple_of(32))),
+    }
 }

@@ -1,7 +1,7 @@
 use super::Args;
-use crate::gpu::{a_simd_group_each, mark_bytes, marks, program};
+use crate::gpu::{a_simd_group_each, count, mark_bytes, marks, program};
 use tf_device::LaunchError;
-use tf_device::gpu::{Binding, GpuQueue, Launch, Program, ShapeBytes};
+use tf_device::gpu::{Backend, Binding, GpuQueue, Launch, Program, ShapeBytes};
 
 static PROGRAM: Program = program("moe_route", Some(include_str!("kernel.metal")), true);
 
@@ -10,7 +10,10 @@ pub(super) fn run(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchErro
     let image = mark_bytes(if image.contains(&true) { image } else { &[] });
     let has_images = usize::from(!image.is_empty());
     let shape = ShapeBytes::new().uint(rows).uint(experts).uint(top_k).float(factor).uint(has_images);
-    let (groups, threads) = a_simd_group_each(rows);
+    let (groups, threads) = match queue.backend() {
+        Backend::Metal => a_simd_group_each(rows),
+        Backend::Cuda => (count(rows), 256),
+    };
     queue.launch(Launch {
         program: &PROGRAM,
         entry: "moe_route",

@@ -3,7 +3,7 @@
 // in   logits [rows, experts] f32   bias, bias_image [experts] f32   image [rows] u8: rows that use
 //      bias_image, where `has_images` is set
 // out  chosen [rows, top_k] u32, ascending   weights [rows, top_k] f32
-// grid one warp a row, lane l holding experts l, l + 32, ...; a block is a multiple of 32 threads
+// grid one block a row; the scores by all threads, the choice by the first warp, lane l holding experts l, l + 32, ...
 // max  experts 512, top_k 16 and at most experts (checked by launch). A NaN counts as minus infinity
 #include "prelude.cuh"
 
@@ -15,25 +15,30 @@ struct Shape {
 
 constexpr u32 SLOTS = 16;  // of 32 experts
 
-extern "C" __global__ void __launch_bounds__(128, 8)
+extern "C" __global__ void __launch_bounds__(256)
 moe_route(const float* logits, const float* bias, const float* bias_image, const u8* image, u32* chosen, float* weights,
           const Shape shape) {
-    wait_for_inputs();
-    const u32 row = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
-    if (row >= shape.rows) return;
+    __shared__ float score_of[32 * SLOTS];
+    __shared__ u32 key_of[32 * SLOTS];
+    const u32 row = blockIdx.x, thread = threadIdx.x, lane = thread % 32;
     const float* offsets = shape.has_images != 0 && image[row] != 0 ? bias_image : bias;
+    wait_for_inputs();
+    for (u32 id = thread; id < 32 * SLOTS; id += blockDim.x) {
+        float score = 0.0f;
+        u32 key = 0;
+        if (id < shape.experts) {
+            score = __fsqrt_rn(softplus_own(logits[row * shape.experts + id]));
+            key = max(order_key(score + offsets[id]), 0x007fffffu);
+        }
+        score_of[id] = score;
+        key_of[id] = key;
+    }
+    __syncthreads();
+    if (thread >= 32) return;
     float scores[SLOTS];
     u32 keys[SLOTS];  // 0 once it is chosen, or no expert
 #pragma unroll
-    for (u32 s = 0; s < SLOTS; s++) {
-        const u32 id = 32 * s + lane;
-        scores[s] = 0.0f;
-        keys[s] = 0;
-        if (id < shape.experts) {
-            scores[s] = __fsqrt_rn(softplus_own(logits[row * shape.experts + id]));
-            keys[s] = max(order_key(scores[s] + offsets[id]), 0x007fffffu);
-        }
-    }
+    for (u32 s = 0; s < SLOTS; s++) scores[s] = score_of[32 * s + lane], keys[s] = key_of[32 * s + lane];
 
     u32 taken = 0;  // a bit a slot
     for (u32 k = 0; k < shape.top_k; k++) {

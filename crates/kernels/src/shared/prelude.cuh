@@ -77,15 +77,37 @@ __device__ __forceinline__ float fold_four(float even, float odd) {
     return fold16(even + odd);
 }
 
-// order::sum_products, by all lanes of a warp. `columns` is a multiple of 16.
-__device__ __forceinline__ float sum_products(const float* a, const float* b, u32 columns, u32 lane) {
+// order::sum_products of the factors that `of(column, a, b)` gives, by all lanes of a warp. `columns` is a multiple of 16.
+// Eight steps' factors are fetched at once, so that the chains do not wait for memory.
+template <class Of>
+__device__ __forceinline__ float sum_products_of(u32 columns, u32 lane, Of of) {
+    constexpr u32 STEPS = 8;
     float even = 0.0f, odd = 0.0f;
-#pragma unroll 8
-    for (u32 c = lane; c < columns; c += 64) {
-        even = fma_own(a[c], b[c], even);
-        if (c + 32 < columns) odd = fma_own(a[c + 32], b[c + 32], odd);
+    u32 c = lane;
+    for (; c - lane + 64 * STEPS <= columns; c += 64 * STEPS) {
+        float a[2 * STEPS], b[2 * STEPS];
+#pragma unroll
+        for (u32 i = 0; i < 2 * STEPS; i++) of(c + 32 * i, a[i], b[i]);
+#pragma unroll
+        for (u32 i = 0; i < STEPS; i++) {
+            even = fma_own(a[2 * i], b[2 * i], even);
+            odd = fma_own(a[2 * i + 1], b[2 * i + 1], odd);
+        }
+    }
+    for (; c < columns; c += 64) {
+        float a, b;
+        of(c, a, b);
+        even = fma_own(a, b, even);
+        if (c + 32 < columns) {
+            of(c + 32, a, b);
+            odd = fma_own(a, b, odd);
+        }
     }
     return fold_four(even, odd);
+}
+
+__device__ __forceinline__ float sum_squares(const float* x, u32 columns, u32 lane) {
+    return sum_products_of(columns, lane, [&](u32 c, float& a, float& b) { a = b = x[c]; });
 }
 
 __device__ __forceinline__ float inverse_rms(float squares, u32 columns, float eps) {
@@ -235,17 +257,58 @@ __device__ __forceinline__ float inverse_scale(u32 scale) {
     return scale == 255 ? not_a_number() : from_bits((254u - scale) << 23);
 }
 
-// QDQ8 of the 32 values that the lanes of a warp hold.
-__device__ __forceinline__ float fp8_round(float value) {
-    const u32 scale = fp8_scale(warp_max(to_bits(value) & 0x7fffffffu));
-    const float quotient = value * inverse_scale(scale);
+// The nearest E4M3 value of a quotient by a scale, times the scale.
+__device__ __forceinline__ float fp8_nearest(float quotient, float scale) {
     const float magnitude = min_second(448.0f, fabsf(quotient));
     const u32 bits = to_bits(magnitude);
     const float normal = from_bits((bits + 0x7ffffu + (bits >> 20 & 1u)) & 0xfff00000u);
     const float subnormal = (magnitude + 16384.0f) - 16384.0f;
     float rounded = magnitude < 0.015625f ? subnormal : normal;
     if (magnitude != magnitude) rounded = magnitude;
-    return from_bits(to_bits(rounded) | (to_bits(quotient) & 0x80000000u)) * e8m0_value(scale);
+    return from_bits(to_bits(rounded) | (to_bits(quotient) & 0x80000000u)) * scale;
+}
+
+// QDQ8 of the 32 values that the lanes of a warp hold.
+__device__ __forceinline__ float fp8_round(float value) {
+    const u32 scale = fp8_scale(warp_max(to_bits(value) & 0x7fffffffu));
+    return fp8_nearest(value * inverse_scale(scale), e8m0_value(scale));
+}
+
+// The largest magnitude, as bits, of the 32 columns that eight neighbouring lanes hold, four each.
+__device__ __forceinline__ u32 block_max(float4 v) {
+    const u32 low = max(to_bits(v.x) & 0x7fffffffu, to_bits(v.y) & 0x7fffffffu);
+    u32 most = max(low, max(to_bits(v.z) & 0x7fffffffu, to_bits(v.w) & 0x7fffffffu));
+    most = max(most, __shfl_xor_sync(WARP, most, 1));
+    most = max(most, __shfl_xor_sync(WARP, most, 2));
+    return max(most, __shfl_xor_sync(WARP, most, 4));
+}
+
+// QDQ8 of columns that lie so; all lanes of the warp must call it.
+__device__ __forceinline__ float4 fp8_round_quad(float4 v) {
+    const u32 code = fp8_scale(block_max(v));
+    const float inverse = inverse_scale(code), scale = e8m0_value(code);
+    float4 rounded;
+    rounded.x = fp8_nearest(v.x * inverse, scale);
+    rounded.y = fp8_nearest(v.y * inverse, scale);
+    rounded.z = fp8_nearest(v.z * inverse, scale);
+    rounded.w = fp8_nearest(v.w * inverse, scale);
+    return rounded;
+}
+
+// bf16(weight * (x * factor)), a column each.
+__device__ __forceinline__ float4 scale_quad(float4 weight, float4 x, float factor) {
+    float4 value;
+    value.x = bf16_round(weight.x * (x.x * factor));
+    value.y = bf16_round(weight.y * (x.y * factor));
+    value.z = bf16_round(weight.z * (x.z * factor));
+    value.w = bf16_round(weight.w * (x.w * factor));
+    return value;
+}
+
+__device__ __forceinline__ float4 zero_quad() {
+    float4 value;
+    value.x = value.y = value.z = value.w = 0.0f;
+    return value;
 }
 
 // An order of float32 as integers: NaN is 0, the zeros are alike, minus infinity is 0x007fffff.
@@ -267,6 +330,21 @@ struct WindowInfo {
 struct EntryInfo {
     u32 slot, entry, row;
 };
+
+// Four columns of a row from `c` on, turned likewise.
+__device__ __forceinline__ float4 rope_turn_quad(float4 v, u32 c, u32 columns, u32 position, const float* frequencies,
+                                                 u32 rope_dim) {
+    if (c < columns - rope_dim) return v;
+    const u32 pair = (c - (columns - rope_dim)) / 2;
+    const float2 first = sin_cos_own((float)position * frequencies[pair]);
+    const float2 second = sin_cos_own((float)position * frequencies[pair + 1]);
+    float4 turned;
+    turned.x = bf16_round(v.x * first.y + v.y * -first.x);
+    turned.y = bf16_round(v.y * first.y + v.x * first.x);
+    turned.z = bf16_round(v.z * second.y + v.w * -second.x);
+    turned.w = bf16_round(v.w * second.y + v.z * second.x);
+    return turned;
+}
 
 // Turns column `c` of a row whose columns lie side by side in the lanes; every lane must call it. Pairs turn by
 // position * frequency, product in float32, each product and the sum rounded, then bf16.

@@ -4,12 +4,17 @@
 // out  selected [rows, top_k] u32   counts [rows] u32
 //      blocks [rows, blocks_max] u32, block_counts [rows] u32: written where mode is 1; lists, list_counts: the same of the
 //      launch that published them, read where mode is 2
-// grid 1024 threads a row; where mode is 1, dynamic shared memory for a word a block of entries
+// Rows of up to `part` scores are one block's. Longer ones: top_k_parts selects from each part, whatever is among the row's
+// largest being among its part's, and top_k_merge from what they kept.
+// work kept [tile_rows, parts, top_k] {index, key}, kept_counts [tile_rows, parts], part_block_keys [tile_rows, all blocks], u32
+// grid top_k, top_k_merge: 1024 threads a row; top_k_parts: 1024 threads a part of a row; dynamic shared memory: a word a key,
+//      and where mode is 1 a word a block of entries
 // ties the smaller index; -0 and +0 are equal; NaN and minus infinity are kept only by a row that keeps all it sees
 #include "prelude.cuh"
 
 struct Shape {
     u32 tile_first, tile_rows, stride, ratio, top_k, mode, blocks_max, block_size;
+    u32 part, parts;  // scores of a part, a multiple of block_size; parts of a row
 };
 
 constexpr u32 ALL_BLOCKS = 0xffffffffu, THREADS = 1024, WARPS = THREADS / 32;
@@ -124,54 +129,176 @@ __device__ __forceinline__ u32 select_largest(Key key_of, u32 count, u32 wanted,
     return kept_all;
 }
 
+// What a row has to select from.
+struct Row {
+    u32 index, seen;
+    bool restricted, publishes;
+    u32 entries, blocks;  // scores to look at; blocks of entries, where they are to be selected
+    const u32* list;
+};
+
+__device__ __forceinline__ Row row_of(const RowInfo* rows, const u32* lists, const u32* list_counts, u32 tile_row,
+                                      const Shape& shape) {
+    Row row;
+    row.index = shape.tile_first + tile_row;
+    row.seen = (rows[row.index].position + 1) / shape.ratio;
+    row.restricted = shape.mode == 2 && row.seen > shape.top_k && list_counts[row.index] != ALL_BLOCKS;
+    row.list = lists + row.index * shape.blocks_max;
+    row.entries = row.seen;
+    row.blocks = (row.seen + shape.block_size - 1) / shape.block_size;
+    row.publishes = shape.mode == 1 && row.blocks > shape.blocks_max;
+    if (row.restricted) {
+        const u32 count = min(list_counts[row.index], shape.blocks_max);
+        row.entries = count * shape.block_size;
+        if (count > 0) {
+            const u32 end = (row.list[count - 1] + 1) * shape.block_size;
+            row.entries -= min(end > row.seen ? end - row.seen : 0, shape.block_size);
+        }
+    }
+    return row;
+}
+
+// The keys of scores [first, end) into shared memory.
+__device__ __forceinline__ void load_keys(u32* keys, const float* scores, u32 first, u32 end) {
+    for (u32 i = first + threadIdx.x; i < end; i += 4 * THREADS) {
+        float score[4];
+#pragma unroll
+        for (u32 k = 0; k < 4; k++) score[k] = i + k * THREADS < end ? scores[i + k * THREADS] : 0.0f;
+#pragma unroll
+        for (u32 k = 0; k < 4; k++) {
+            if (i + k * THREADS < end) keys[i + k * THREADS - first] = order_key(score[k]);
+        }
+    }
+    __syncthreads();
+}
+
+// The keys of the blocks of entries [first, end), whose keys are in shared memory: the largest of each; the block of the
+// newest entry is above all.
+__device__ __forceinline__ void load_block_keys(u32* block_keys, const u32* keys, u32 first, u32 end, u32 seen, u32 block_size) {
+    const u32 lane = threadIdx.x % 32;
+    for (u32 b = first / block_size + threadIdx.x / 32; b * block_size < end; b += WARPS) {
+        u32 key = 0;
+        for (u32 i = b * block_size + lane; i < min((b + 1) * block_size, end); i += 32) key = max(key, keys[i - first]);
+        key = warp_max(key);
+        if (lane == 0) block_keys[b - first / block_size] = (b + 1) * block_size >= seen ? order_key(infinite()) : key;
+    }
+}
+
+// An index of a compact list becomes the entry's.
+__device__ __forceinline__ u32 entry_of(const Row& row, u32 index, u32 block_size) {
+    return row.restricted ? row.list[index / block_size] * block_size + index % block_size : index;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS)
 top_k(const float* scores, const RowInfo* rows, u32* selected, u32* counts, u32* blocks, u32* block_counts, const u32* lists,
       const u32* list_counts, const Shape shape) {
-    extern __shared__ u32 block_keys[];
+    extern __shared__ u32 keys[];
     __shared__ Work work;
     wait_for_inputs();
-    const u32 thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-    const u32 tile_row = blockIdx.x, row = shape.tile_first + tile_row;
-    const u32 seen = (rows[row].position + 1) / shape.ratio;
-    const float* of_row = scores + tile_row * shape.stride;
-    u32* out = selected + row * shape.top_k;
-    const auto score_key = [&](u32 i) { return order_key(of_row[i]); };
-    if (shape.mode == 1) {
-        u32 count = ALL_BLOCKS;
-        const u32 block_size = shape.block_size, all = (seen + block_size - 1) / block_size;
-        if (all > shape.blocks_max) {
-            // The key of a block: its largest; the block of the newest entry is above all.
-            for (u32 b = warp; b < all; b += WARPS) {
-                u32 key = 0;
-                for (u32 i = lane; i < block_size && b * block_size + i < seen; i += 32) key = max(key, score_key(b * block_size + i));
-                key = warp_max(key);
-                if (lane == 0) block_keys[b] = (b + 1) * block_size >= seen ? order_key(infinite()) : key;
-            }
-            __syncthreads();
-            const auto block_key = [&](u32 b) { return block_keys[b]; };
-            count = select_largest(block_key, all, shape.blocks_max, blocks + row * shape.blocks_max, work);
-        }
-        if (thread == 0) block_counts[row] = count;
+    const u32 thread = threadIdx.x;
+    const Row row = row_of(rows, lists, list_counts, blockIdx.x, shape);
+    u32* out = selected + row.index * shape.top_k;
+    if (row.seen > shape.top_k || row.publishes) load_keys(keys, scores + blockIdx.x * shape.stride, 0, row.entries);
+    if (row.publishes) {
+        u32* block_keys = keys + row.entries;
+        load_block_keys(block_keys, keys, 0, row.entries, row.seen, shape.block_size);
+        __syncthreads();
+        const auto block_key = [&](u32 b) { return block_keys[b]; };
+        const u32 count =
+            select_largest(block_key, row.blocks, shape.blocks_max, blocks + row.index * shape.blocks_max, work);
+        if (thread == 0) block_counts[row.index] = count;
+    } else if (shape.mode == 1 && thread == 0) {
+        block_counts[row.index] = ALL_BLOCKS;
     }
-    u32 kept = seen;
-    if (seen <= shape.top_k) {
-        for (u32 i = thread; i < seen; i += THREADS) out[i] = i;
-    } else if (shape.mode == 2 && list_counts[row] != ALL_BLOCKS) {
-        const u32* list_blocks = lists + row * shape.blocks_max;
-        const u32 list = min(list_counts[row], shape.blocks_max);
-        u32 entries = list * shape.block_size;
-        if (list > 0) {
-            const u32 end = (list_blocks[list - 1] + 1) * shape.block_size;
-            entries -= min(end > seen ? end - seen : 0, shape.block_size);
-        }
-        const u32 most = min(shape.top_k, entries);
-        kept = most == 0 ? 0 : select_largest(score_key, entries, most, out, work);
-        for (u32 i = thread; i < kept; i += THREADS) {
-            const u32 index = out[i];
-            out[i] = list_blocks[index / shape.block_size] * shape.block_size + index % shape.block_size;
-        }
+    u32 kept = row.seen;
+    if (row.seen <= shape.top_k) {
+        for (u32 i = thread; i < row.seen; i += THREADS) out[i] = i;
     } else {
-        kept = select_largest(score_key, seen, shape.top_k, out, work);
+        const u32 most = min(shape.top_k, row.entries);
+        kept = most == 0 ? 0 : select_largest([&](u32 i) { return keys[i]; }, row.entries, most, out, work);
+        for (u32 i = thread; i < kept; i += THREADS) out[i] = entry_of(row, out[i], shape.block_size);
     }
-    if (thread == 0) counts[row] = kept;
+    if (thread == 0) counts[row.index] = kept;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+top_k_parts(const float* scores, const RowInfo* rows, const u32* lists, const u32* list_counts, uint2* kept, u32* kept_counts,
+            u32* part_block_keys, const Shape shape) {
+    extern __shared__ u32 keys[];
+    __shared__ Work work;
+    wait_for_inputs();
+    const u32 tile_row = blockIdx.x / shape.parts, part = blockIdx.x % shape.parts;
+    const Row row = row_of(rows, lists, list_counts, tile_row, shape);
+    const u32 first = part * shape.part, end = min(first + shape.part, row.entries);
+    if (threadIdx.x == 0) kept_counts[blockIdx.x] = 0;
+    if (first >= row.entries || row.seen <= shape.top_k) return;
+    load_keys(keys, scores + tile_row * shape.stride, first, end);
+    if (row.publishes) {
+        const u32 all = (shape.stride + shape.block_size - 1) / shape.block_size;
+        u32* to = part_block_keys + tile_row * all + first / shape.block_size;
+        load_block_keys(to, keys, first, end, row.seen, shape.block_size);
+    }
+    // Indices first, where there is room: each then becomes a pair.
+    u32* indices = keys + shape.part;
+    const u32 count = select_largest([&](u32 i) { return keys[i]; }, end - first, min(shape.top_k, end - first), indices, work);
+    uint2* to = kept + (u64)blockIdx.x * shape.top_k;
+    for (u32 i = threadIdx.x; i < count; i += THREADS) {
+        uint2 pair;
+        pair.x = first + indices[i];
+        pair.y = keys[indices[i]];
+        to[i] = pair;
+    }
+    if (threadIdx.x == 0) kept_counts[blockIdx.x] = count;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+top_k_merge(const RowInfo* rows, const uint2* kept, const u32* kept_counts, const u32* part_block_keys, const u32* lists,
+            const u32* list_counts, u32* selected, u32* counts, u32* blocks, u32* block_counts, const Shape shape) {
+    // The kept of each part follow each other: where a part's begin.
+    extern __shared__ u32 keys[];
+    __shared__ Work work;
+    __shared__ u32 total;
+    wait_for_inputs();
+    const u32 thread = threadIdx.x, tile_row = blockIdx.x;
+    const Row row = row_of(rows, lists, list_counts, tile_row, shape);
+    u32* out = selected + row.index * shape.top_k;
+    if (row.publishes) {
+        const u32* block_keys = part_block_keys + tile_row * ((shape.stride + shape.block_size - 1) / shape.block_size);
+        const auto block_key = [&](u32 b) { return block_keys[b]; };
+        const u32 count =
+            select_largest(block_key, row.blocks, shape.blocks_max, blocks + row.index * shape.blocks_max, work);
+        if (thread == 0) block_counts[row.index] = count;
+    } else if (shape.mode == 1 && thread == 0) {
+        block_counts[row.index] = ALL_BLOCKS;
+    }
+    u32 here = row.seen;
+    if (row.seen <= shape.top_k) {
+        for (u32 i = thread; i < row.seen; i += THREADS) out[i] = i;
+    } else {
+        u32* starts = keys + shape.parts * shape.top_k;
+        if (thread == 0) {
+            u32 sum = 0;
+            for (u32 p = 0; p < shape.parts; p++) starts[p] = sum, sum += kept_counts[tile_row * shape.parts + p];
+            total = sum;
+        }
+        __syncthreads();
+        const uint2* pairs = kept + (u64)tile_row * shape.parts * shape.top_k;
+        for (u32 i = thread; i < shape.parts * shape.top_k; i += THREADS) {
+            const u32 p = i / shape.top_k, place = i % shape.top_k;
+            if (place < kept_counts[tile_row * shape.parts + p]) keys[starts[p] + place] = pairs[i].y;
+        }
+        __syncthreads();
+        const u32 most = min(shape.top_k, total);
+        here = most == 0 ? 0 : select_largest([&](u32 i) { return keys[i]; }, total, most, out, work);
+        // Back to where each came from: the last part that begins at or before it.
+        for (u32 i = thread; i < here; i += THREADS) {
+            const u32 at = out[i];
+            u32 p = 0;
+            for (u32 half = 1u << 15; half > 0; half /= 2) {
+                if (p + half < shape.parts && starts[p + half] <= at) p += half;
+            }
+            out[i] = entry_of(row, pairs[p * shape.top_k + (at - starts[p])].x, shape.block_size);
+        }
+    }
+    if (thread == 0) counts[row.index] = here;
 }
