@@ -43,6 +43,11 @@ fn a_shared_round_draws_what_each_sequence_draws_alone() {
 }
 
 #[test]
+fn the_engine_serves_what_each_request_gets_alone() {
+    check("served any way = served alone");
+}
+
+#[test]
 fn resumed_sequences_go_on_with_the_same_bits() {
     check("resumed = fresh");
 }
@@ -65,7 +70,7 @@ fn every_level_and_thread_count_gives_the_same_bits() {
 #[test]
 fn every_law_is_run_by_a_test() {
     // One test a law above; a new law must get one.
-    assert_eq!(LAWS.len(), 8);
+    assert_eq!(LAWS.len(), 9);
 }
 
 fn model(case: &Case, fault: Fault) -> DeepseekV41 {

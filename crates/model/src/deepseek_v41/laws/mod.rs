@@ -1,10 +1,11 @@
 //! The laws of exactness as functions over a loaded model: each runs the same tokens in two or more ways and compares
 //! bits. The tests run them on two checkpoints and with planted faults; `selftest` runs them on the user's machine.
 //!
-//! A law says what it exercised and fails when that was nothing. Knows no scheduling: it is the bottom of what the
-//! engine stands on.
+//! A law says what it exercised and fails when that was nothing. All but one know no scheduling: they are the bottom of
+//! what the engine stands on; the other runs the engine itself.
 
 pub mod loops;
+mod served;
 
 use std::cell::RefCell;
 use std::ops::{Deref, DerefMut};
@@ -228,6 +229,13 @@ pub const LAWS: &[Law] = &[
         title: "draws in company = draws alone",
         run: drawn_together,
         faults: &[Fault::RowCount],
+        cpu_only: false,
+    },
+    Law {
+        id: "L2",
+        title: "served any way = served alone",
+        run: served::served,
+        faults: &[Fault::RowCount, Fault::StaleRing, Fault::PairRowLost, Fault::SnapshotShort],
         cpu_only: false,
     },
     Law {
