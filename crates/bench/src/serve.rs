@@ -63,6 +63,8 @@ fn rows(replies: &[Reply]) -> Vec<Row> {
         rows.push(distribution);
         rows.extend(high);
     }
+    let longest = done.iter().flat_map(|reply| reply.gaps()).max();
+    rows.push(row("longest gap of any reply", "ms", longest.map(ms).into_iter().collect()));
     let seconds = replies.iter().map(|reply| reply.ended).max().unwrap_or_default().as_secs_f64();
     let sum = |of: fn(&Reply) -> Option<u64>| -> f64 { done.iter().filter_map(|reply| of(reply)).sum::<u64>() as f64 };
     let per_second = |count: f64| if seconds > 0.0 { vec![count / seconds] } else { Vec::new() };

@@ -62,8 +62,9 @@ impl Acceptance {
 pub struct Pace {
     /// Seconds of a round by its count of reply rows; 0 is unknown.
     reply_rows: Vec<f64>,
-    /// Seconds of one prompt row; 0 is unknown.
+    /// Seconds of one prompt row, on average and when last timed; 0 is unknown.
     prompt_row: f64,
+    prompt_row_last: f64,
     /// Seconds of one call of the drafter; 0 is unknown.
     draft_call: f64,
     overall: Acceptance,
@@ -80,6 +81,7 @@ impl Default for Pace {
         Pace {
             reply_rows: vec![0.0; ROWS_TIMED_MAX + 1],
             prompt_row: 0.0,
+            prompt_row_last: 0.0,
             draft_call: 0.0,
             overall: Acceptance::default(),
             landed: 0.0,
@@ -102,7 +104,8 @@ impl Pace {
             blend(&mut self.reply_rows[reply_rows.min(ROWS_TIMED_MAX)], seconds);
         } else {
             let replies = if reply_rows == 0 { 0.0 } else { self.round_seconds(reply_rows).unwrap_or(0.0) };
-            blend(&mut self.prompt_row, (seconds - replies).max(1e-9) / prompt_rows as f64);
+            self.prompt_row_last = (seconds - replies).max(1e-9) / prompt_rows as f64;
+            blend(&mut self.prompt_row, self.prompt_row_last);
         }
     }
 
@@ -133,13 +136,15 @@ impl Pace {
         self.rounds_without_drafts >= PROBE_ROUNDS
     }
 
-    /// Prompt rows that fit into `gap` beside `reply_rows`; `None` before any prompt row was timed.
+    /// Prompt rows that fit into `gap` beside `reply_rows` and a call of the drafter; `None` before any prompt row was
+    /// timed. Rows grow dearer as a prompt grows and dear again after a cheap one, so the dearer figure counts.
     pub fn prompt_rows_within(&self, gap: Duration, reply_rows: usize) -> Option<u32> {
         if self.prompt_row == 0.0 {
             return None;
         }
         let replies = self.round_seconds(reply_rows).unwrap_or(0.0);
-        Some(((gap.as_secs_f64() - replies).max(0.0) / self.prompt_row) as u32)
+        let room = (gap.as_secs_f64() - replies - self.draft_call).max(0.0);
+        Some((room / self.prompt_row.max(self.prompt_row_last)) as u32)
     }
 
     /// Seconds of a round of `rows` reply rows: measured, or between the nearest measured counts. Beyond the largest
@@ -481,5 +486,28 @@ mod tests {
         pace.record_round(100, 2, Duration::from_millis(150));
         assert_eq!(pace.prompt_rows_within(Duration::from_millis(200), 2), Some(150));
         assert_eq!(pace.prompt_rows_within(Duration::from_millis(20), 2), Some(0));
+        pace.record_draft_call(Duration::from_millis(50));
+        assert_eq!(pace.prompt_rows_within(Duration::from_millis(200), 2), Some(100));
+    }
+
+    #[test]
+    fn the_gap_holds_while_rows_grow_dearer() {
+        let gap = Duration::from_millis(200);
+        let mut pace = timed(&[(2, 20_000)], 5_000);
+        // Attention over a longer past: each piece's rows take a tenth more than those of the piece before.
+        let mut row = 100e-6;
+        let (mut longest, mut rows) = (0.0f64, 64);
+        for _ in 0..40 {
+            row *= 1.1;
+            let seconds = 0.02 + row * f64::from(rows);
+            longest = longest.max(seconds + 0.005);
+            pace.record_round(rows as usize, 2, Duration::from_secs_f64(seconds));
+            rows = pace.prompt_rows_within(gap, 2).expect("rows were timed");
+            assert!(rows > 0);
+        }
+        assert!(longest < 0.22, "{longest} s");
+        // One dear piece makes the next one small at once.
+        pace.record_round(rows as usize, 2, Duration::from_secs(2));
+        assert!(pace.prompt_rows_within(gap, 2).is_some_and(|next| next <= rows / 9), "{rows} rows");
     }
 }

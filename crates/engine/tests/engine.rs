@@ -10,7 +10,7 @@ use tf_engine::prefixes;
 use tf_engine::round::{Scratch, run_round};
 use tf_engine::state::State;
 use tf_engine::testing::{Drafter, HistoryModel, HistoryOptions, HistorySnapshot};
-use tf_engine::{Batch, DraftPolicy, Engine, EngineHandle, EngineLimits, FinishReason, Reply, ReplyStats};
+use tf_engine::{Batch, Clock, DraftPolicy, Engine, EngineHandle, EngineLimits, FinishReason, Reply, ReplyStats};
 use tf_engine::{Lifecycle, Priority, Request, StopReason, SubmitError, VirtualClock};
 
 const MODEL_LIMITS: ModelLimits =
@@ -358,5 +358,38 @@ fn replies_in_the_background_hold_up_no_prompt_of_the_foreground() {
         bench.round();
         let (prompt_rows, reply_rows) = bench.scratch.last_plan().row_counts();
         assert!(reply_rows == 1 && expected.contains(&prompt_rows), "{prompt_rows} rows, background {is_background}");
+    }
+}
+
+#[test]
+fn the_longest_prompt_of_the_window_holds_up_a_running_reply_no_longer_than_the_gap() {
+    let micro = Duration::from_micros;
+    let limits = ModelLimits { slots: 2, round_rows: 512, context: 20_000, ..MODEL_LIMITS };
+    for (gap_ms, drafts) in [(50, 0), (50, 5), (200, 5)] {
+        let clock = VirtualClock::new();
+        // A round of 2 ms, rows of a fifth of a millisecond, a call of the drafter of 3 ms.
+        let costs = Some((clock.clone(), micro(2000), micro(200), micro(3000)));
+        let options = HistoryOptions { limits, clock: costs, drafter: Drafter::Mixed, ..options() };
+        let mut bench = Bench::new(options, |limits| {
+            limits.draft.max = drafts;
+            limits.decode_gap = Some(Duration::from_millis(gap_ms));
+        });
+        bench.submit(Request::greedy(&[1; 20], 10_000));
+        for _ in 0..5 {
+            bench.round();
+        }
+        bench.submit(Request::greedy(&vec![2; 19_999], 1));
+        let mut longest = Duration::ZERO;
+        let mut filling_rounds = 0;
+        while bench.state.stats.completed == 0 {
+            let before = bench.clock.now();
+            bench.round();
+            longest = longest.max(bench.clock.now().since(before));
+            filling_rounds += 1;
+        }
+        let allowed = Duration::from_millis(gap_ms);
+        assert!(longest <= allowed, "{longest:?} of {allowed:?}, {drafts} drafts");
+        assert!(longest * 2 > allowed, "{longest:?}: the prompt gets less than it may");
+        assert!(filling_rounds < 20_000 / 100, "{filling_rounds} rounds");
     }
 }
