@@ -1,7 +1,7 @@
 //! What the tests of the production model share: two checkpoints, and small loops over the model that return bits.
 #![allow(dead_code, unused_imports, reason = "each test binary uses a part")]
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use tf_checkpoint::Checkpoint;
@@ -13,6 +13,11 @@ use tf_model::deepseek_v41::laws::Subject;
 use tf_model::deepseek_v41::load::Weights;
 use tf_model::deepseek_v41::shape::Shape;
 use tf_model::deepseek_v41::{DeepseekV41, Options};
+
+/// The package's folder, which a test program may be told when it runs elsewhere than where it was built.
+fn package() -> PathBuf {
+    std::env::var_os("CARGO_MANIFEST_DIR").map_or_else(|| env!("CARGO_MANIFEST_DIR").into(), PathBuf::from)
+}
 
 /// A checkpoint and token ids to feed it.
 pub struct Case {
@@ -60,7 +65,7 @@ fn numbers(value: &serde_json::Value) -> Vec<u32> {
 
 /// The random golden checkpoint: window 16, every feature at small size.
 pub fn tiny_a() -> Case {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/golden/dsv41-tiny-a");
+    let root = package().join("tests/golden/dsv41-tiny-a");
     Case {
         name: "dsv41-tiny-a",
         checkpoint: Arc::new(Checkpoint::open(&root.join("model")).expect("the golden checkpoint opens")),
@@ -72,7 +77,7 @@ pub fn tiny_a() -> Case {
 
 /// The demo checkpoint. The laws need no sensible n-gram classes, only some, so ids are folded by their remainder.
 pub fn demo() -> Case {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/tiny-dsv41");
+    let root = package().join("../../models/tiny-dsv41");
     let checkpoint = Arc::new(Checkpoint::open(&root).expect("the demo checkpoint opens"));
     let mut state = 12345u64;
     let tokens = (0..640)
