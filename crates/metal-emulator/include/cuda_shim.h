@@ -105,19 +105,21 @@ __forceinline__ unsigned __ballot_sync(unsigned, int is_set, CUDA_SITE) {
 __forceinline__ int __any_sync(unsigned mask, int is_set, CUDA_SITE) { return __ballot_sync(mask, is_set, site) != 0; }
 __forceinline__ int __all_sync(unsigned mask, int is_set, CUDA_SITE) { return __ballot_sync(mask, is_set, site) == ~0u; }
 
-__attribute__((no_sanitize("thread"), noinline)) inline unsigned atomicAdd(unsigned *at, unsigned value) {
-    msl::tf_check_atomic(at, 4);
-    const unsigned old = *at;
-    *at = old + value;
-    return old;
-}
-
-__attribute__((no_sanitize("thread"), noinline)) inline unsigned atomicExch(unsigned *at, unsigned value) {
-    msl::tf_check_atomic(at, 4);
-    const unsigned old = *at;
-    *at = value;
-    return old;
-}
+// Only where plain access is seen too: the plain build does not know who wrote what.
+#if __has_feature(thread_sanitizer)
+#define CUDA_CHECK_ATOMIC(at) msl::tf_check_atomic(at, 4, true)
+#else
+#define CUDA_CHECK_ATOMIC(at) (void)0
+#endif
+#define CUDA_ATOMIC(name, step)                                                                                  \
+    __attribute__((no_sanitize("thread"), noinline)) inline unsigned name(unsigned *at, unsigned value) {        \
+        CUDA_CHECK_ATOMIC(at);                                                                                   \
+        const unsigned old = *at;                                                                                \
+        *at = step;                                                                                              \
+        return old;                                                                                              \
+    }
+CUDA_ATOMIC(atomicAdd, old + value)
+CUDA_ATOMIC(atomicExch, value)
 
 // Blocks run one after the other.
 __forceinline__ void __threadfence() {}
