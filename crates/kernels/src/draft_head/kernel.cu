@@ -68,16 +68,6 @@ draft_logits(const float* base, const u32* anchors, const u32* tokens, const u16
     }
 }
 
-// sum_products of float32 and bf16.
-__device__ __forceinline__ float sum_products_bf16(const float* a, const u16* b, u32 columns, u32 lane) {
-    float even = 0.0f, odd = 0.0f;
-    for (u32 c = lane; c < columns; c += 64) {
-        even = fma_own(a[c], bf16_value(b[c]), even);
-        if (c + 32 < columns) odd = fma_own(a[c + 32], bf16_value(b[c + 32]), odd);
-    }
-    return fold_four(even, odd);
-}
-
 extern "C" __global__ void __launch_bounds__(1024)
 draft_confidence(const float* hidden_rows, const u32* anchors, const u32* tokens, const u16* embed, const float* proj,
                  float* confidence, const Shape shape) {
@@ -86,8 +76,12 @@ draft_confidence(const float* hidden_rows, const u32* anchors, const u32* tokens
     if (sequence >= shape.sequences) return;
     const u32 previous = previous_token(anchors, tokens, shape, sequence);
     const float* row = hidden_rows + (u64)(sequence * shape.block + shape.step) * shape.hidden;
-    const float of_hidden = sum_products(proj, row, shape.hidden, lane);
-    const float of_state = sum_products_bf16(proj + shape.hidden, embed + (u64)previous * shape.rank, shape.rank, lane);
+    const u16* state = embed + (u64)previous * shape.rank;
+    const float* of_rank = proj + shape.hidden;
+    const float of_hidden =
+        sum_products_of(shape.hidden, lane, [&](u32 c, float& a, float& b) { a = proj[c], b = row[c]; });
+    const float of_state =
+        sum_products_of(shape.rank, lane, [&](u32 c, float& a, float& b) { a = of_rank[c], b = bf16_value(state[c]); });
     if (lane == 0) confidence[sequence * shape.steps + shape.step] = of_hidden + of_state;
 }
 
