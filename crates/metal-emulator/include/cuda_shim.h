@@ -46,6 +46,7 @@ __forceinline__ unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 __forceinline__ unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
 __forceinline__ int min(int a, int b) { return a < b ? a : b; }
 __forceinline__ int max(int a, int b) { return a > b ? a : b; }
+template <class T> __forceinline__ T __ldg(const T *at) { return *at; }
 __forceinline__ int __popc(unsigned x) { return __builtin_popcount(x); }
 __forceinline__ int __ffs(unsigned x) { return __builtin_ffs(int(x)); }
 __forceinline__ int __clz(unsigned x) { return x ? __builtin_clz(x) : 32; }

@@ -57,11 +57,24 @@ __device__ __forceinline__ const u8* record_of(const Keys& keys, u32 j, const u8
     return ring + ((u64)keys.window.slot * shape.ring_len + position % shape.ring_len) * bytes;
 }
 
-// Column c of a compressed entry, or of a window entry; exact in bf16.
-__device__ __forceinline__ float key_value(const u8* record, bool is_entry, u32 c, u32 head_dim) {
-    if (!is_entry) return e4m3_value(record[c]) * e8m0_value(record[head_dim + c / 32]);
-    const u32 byte = record[16 * (c / 32) + c % 16];
-    return e2m1_value(c % 32 < 16 ? byte & 15 : byte >> 4) * e4m3_value(record[head_dim / 2 + c / 16]);
+// The bytes of column c of a key, its code low and its scale high: of a compressed entry, or of a window entry. Apart from
+// their meaning, so that many are on their way at once.
+__device__ __forceinline__ u32 key_bytes(const u8* record, bool is_entry, u32 c, u32 head_dim) {
+    const u32 code_at = is_entry ? 16 * (c / 32) + c % 16 : c;
+    const u32 scale_at = is_entry ? head_dim / 2 + c / 16 : head_dim + c / 32;
+    return __ldg(record + code_at) | (u32)__ldg(record + scale_at) << 8;
+}
+
+// What they mean; exact in bf16. Without a branch: lanes have both kinds.
+__device__ __forceinline__ float key_value(u32 bytes, bool is_entry, u32 c) {
+    const u32 code = bytes & 0xffu, scale = bytes >> 8, nibble = code >> (c % 32 < 16 ? 0 : 4);
+    // Fields of codes as float32's, whose exponents are then too low by 126 (E2M1), or by 120 (E4M3).
+    const u32 fine = (nibble & 7u) << 22 | (nibble & 8u) << 28, coarse = (code & 0x7fu) << 20 | (code & 0x80u) << 24;
+    const u32 scale_fine = (scale & 0x7fu) << 20 | (scale & 0x80u) << 24, scale_power = max(scale << 23, 0x00400000u);
+    const float value = from_bits(is_entry ? fine : coarse) * from_bits(is_entry ? 253u << 23 : 247u << 23);
+    const float factor = from_bits(is_entry ? scale_fine : scale_power) * from_bits(is_entry ? 247u << 23 : 127u << 23);
+    const u32 bad = is_entry ? (scale & 0x7fu) == 0x7fu : scale == 0xffu || (code & 0x7fu) == 0x7fu;
+    return bad != 0 ? not_a_number() : value * factor;
 }
 
 // Lines of ITEMS floats (heads or keys) for STEP columns: what a step of the chains reads lies side by side. A thread has a
@@ -84,8 +97,8 @@ struct Lines {
     }
 
     // As `value(item, column)` says.
-    template <class Value>
-    static __device__ __forceinline__ void load(float4 (&next)[OWN], Value value) {
+    template <class Quad, class Value>
+    static __device__ __forceinline__ void load(Quad (&next)[OWN], Value value) {
         each([&](u32 i, u32 item, u32 column) {
             next[i].x = value(item, column);
             next[i].y = value(item + 1, column);
@@ -136,14 +149,16 @@ __device__ __forceinline__ void score_keys(const float* q, const RowInfo* rows, 
     __syncthreads();
 
     const float* of_heads = q + ((u64)row * shape.heads + first_head) * head_dim;
-    float4 next_query[Queries::OWN], next_key[KeyLines::OWN];
+    float4 next_query[Queries::OWN];
+    uint4 next_key[KeyLines::OWN];
     const auto load = [&](u32 first) {
         Queries::load(next_query, [&](u32 head, u32 column) {
             return head < heads && first + column < head_dim ? of_heads[(u64)head * head_dim + first + column] : 0.0f;
         });
         KeyLines::load(next_key, [&](u32 key, u32 column) {
-            const u32 j = min(first_key + key, keys.total - 1);
-            return first + column < head_dim ? key_value(key_records[key], j < keys.count, first + column, head_dim) : 0.0f;
+            // Beyond the last column some column is read again.
+            const u32 c = min(first + column, head_dim - 1);
+            return key_bytes(key_records[key], first_key + key < keys.count, c, head_dim);
         });
     };
     // The rotation happens on the way into shared memory: a lane's partner holds the other column of its pair.
@@ -165,7 +180,15 @@ __device__ __forceinline__ void score_keys(const float* q, const RowInfo* rows, 
             next_query[i].w = turn(next_query[i].w);
         });
         queries.store(next_query);
-        keys_here.store(next_key);
+        float4 values[KeyLines::OWN];
+        KeyLines::each([&](u32 i, u32 key, u32 column) {
+            const auto value = [&](u32 bytes, u32 k) { return key_value(bytes, first_key + k < keys.count, first + column); };
+            values[i].x = value(next_key[i].x, key);
+            values[i].y = value(next_key[i].y, key + 1);
+            values[i].z = value(next_key[i].z, key + 2);
+            values[i].w = value(next_key[i].w, key + 3);
+        });
+        keys_here.store(values);
     };
 
     // A thread's four heads and N keys.
@@ -209,7 +232,7 @@ __device__ __forceinline__ void score_keys(const float* q, const RowInfo* rows, 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 4)
+extern "C" __global__ void __launch_bounds__(THREADS, 3)
 attention_scores_32_16(const float* q, const RowInfo* rows, const WindowInfo* windows, const u8* records, const u8* ring,
                        const u8* cache, const u32* table, const u32* selected, const u32* counts, const float* frequencies,
                        float* scores, const Shape shape) {
@@ -312,23 +335,25 @@ __device__ __forceinline__ void mix_keys(const RowInfo* rows, const WindowInfo* 
 
     const float* of_heads = scores + ((u64)tile_row * shape.heads + first_head) * shape.stride;
     float4 next_weight[Weights::OWN];
-    float next_key[OWN_KEYS];
+    u32 next_key[OWN_KEYS];
     const auto load = [&](u32 first) {
         Weights::load(next_weight, [&](u32 head, u32 key) {
             return head < heads && first + key < keys.total ? of_heads[(u64)head * shape.stride + first + key] : 0.0f;
         });
 #pragma unroll
         for (u32 i = 0; i < OWN_KEYS; i++) {
-            const u32 at = i * THREADS + thread, j = first + at / COLUMNS, c = first_column + at % COLUMNS;
-            next_key[i] = j < keys.total ? key_value(key_records[j], j < keys.count, c, head_dim) : 0.0f;
+            // Beyond the last key it is read again.
+            const u32 at = i * THREADS + thread, j = min(first + at / COLUMNS, keys.total - 1);
+            next_key[i] = key_bytes(key_records[j], j < keys.count, first_column + at % COLUMNS, head_dim);
         }
     };
-    const auto store = [&] {
+    const auto store = [&](u32 first) {
         weights.store(next_weight);
 #pragma unroll
         for (u32 i = 0; i < OWN_KEYS; i++) {
             const u32 at = i * THREADS + thread;
-            ((float*)key_lines[at / COLUMNS])[at % COLUMNS] = next_key[i];
+            const bool is_entry = min(first + at / COLUMNS, keys.total - 1) < keys.count;
+            ((float*)key_lines[at / COLUMNS])[at % COLUMNS] = key_value(next_key[i], is_entry, first_column + at % COLUMNS);
         }
     };
 
@@ -353,7 +378,7 @@ __device__ __forceinline__ void mix_keys(const RowInfo* rows, const WindowInfo* 
     };
     load(0);
     for (u32 first = 0; first < keys.total; first += STEP) {
-        store();
+        store(first);
         __syncthreads();
         if (first + STEP < keys.total) load(first + STEP);
         // A step beyond the last key would turn a zero's sign.
@@ -396,7 +421,7 @@ __device__ __forceinline__ void mix_keys(const RowInfo* rows, const WindowInfo* 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 4)
+extern "C" __global__ void __launch_bounds__(THREADS, 3)
 attention_mix_32_16(const RowInfo* rows, const WindowInfo* windows, const u8* records, const u8* ring, const u8* cache,
                     const u32* table, const u32* selected, const u32* counts, const float* frequencies,
                     const float* scores, float* out, const Shape shape) {
