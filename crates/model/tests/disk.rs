@@ -8,9 +8,10 @@ use std::thread::JoinHandle;
 
 use production::tiny_a;
 use tf_engine::disk::{self, DiskIdentity, DiskLimits};
-use tf_engine::model::Model;
-use tf_engine::{Batch, CacheSource, EngineHandle, EngineLimits, Finished, Request, WallClock, spawn_with_disk};
-use tf_model::deepseek_v41::Options;
+use tf_engine::model::{Drawn, Model, RoundPlan, SequenceView, SlotIndex, Window};
+use tf_engine::spawn_with_disk;
+use tf_engine::{Batch, CacheSource, EngineHandle, EngineLimits, Finished, Request, Sampling, WallClock};
+use tf_model::deepseek_v41::{DeepseekV41, Options};
 
 /// A directory that goes with the test.
 struct Folder(PathBuf);
@@ -198,6 +199,79 @@ fn edited_cut_and_foreign_files_are_refused_and_the_reply_stays_the_same() {
         assert_eq!(events.len() > 1, what != "whole", "{what}: {events:?}");
         assert!(foreign.exists(), "{what}");
     }
+}
+
+/// A model whose slot 0 holds the first `rows` of a prompt that ends at `prompt_end`.
+fn part_of_a_prompt(rows: u32, prompt_end: u32) -> DeepseekV41 {
+    let mut model = tiny_a().load(Options { context: 1024, slots: 2, round_rows: 512, ..Options::default() });
+    let tokens = text(6, rows);
+    let window = Window {
+        slot: SlotIndex(0),
+        start: 0,
+        rows: 0..rows as usize,
+        prompt_end,
+        whole: false,
+        draw: 0..0,
+        logprobs: None,
+        sequence: 0,
+    };
+    let plan = RoundPlan { tokens: tokens.clone(), windows: vec![window] };
+    let sampling = Sampling::greedy();
+    let view = SequenceView { sampling: &sampling, prompt: &tokens, reply: &[], given: &[] };
+    model.forward(&plan, &[view], &mut Drawn::default()).expect("it is a plain prompt");
+    model.keep(SlotIndex(0), rows);
+    model
+}
+
+#[test]
+fn a_state_inside_a_prompt_is_smaller_than_one_at_its_end() {
+    let bytes = |prompt_end: u32| {
+        let mut model = part_of_a_prompt(400, prompt_end);
+        let snapshot = model.snapshot(SlotIndex(0), 400);
+        let mut encoded = Vec::new();
+        model.encode(&snapshot, &mut encoded);
+        assert!(encoded.len() as u64 >= model.snapshot_bytes(&snapshot));
+        assert_eq!(model.can_resume(&snapshot, 401), prompt_end == 400);
+        assert!(model.can_resume(&snapshot, 1024));
+        model.snapshot_bytes(&snapshot)
+    };
+    let (inside, end) = (bytes(1024), bytes(400));
+    assert!(inside * 4 < end * 3, "{inside} bytes inside the prompt, {end} at its end");
+}
+
+#[test]
+fn no_bytes_make_the_model_panic_or_lose_a_page() {
+    let mut model = part_of_a_prompt(133, 133);
+    let snapshot = model.snapshot(SlotIndex(0), 133);
+    let mut encoded = Vec::new();
+    model.encode(&snapshot, &mut encoded);
+    let mut pages = Vec::new();
+    assert!(model.read_pages(&snapshot, 0..2, &mut pages));
+    let free = model.pages().free;
+    let whole = model.decode(&encoded, None).expect("these are its own bytes");
+    assert!(model.write_pages(&whole, 0, &pages));
+    let mut again = Vec::new();
+    assert!(model.read_pages(&whole, 0..2, &mut again));
+    assert_eq!(again, pages);
+    assert!(!model.write_pages(&whole, 1, &pages), "more pages than it has");
+    assert!(!model.write_pages(&snapshot, 0, &pages), "pages that a slot has too");
+    assert!(!model.write_pages(&whole, 0, &pages[1..]), "no whole pages");
+    drop(whole);
+    let mut taken = 0;
+    for bit in (0..8 * 64).chain((8 * 64..8 * encoded.len()).step_by(997)) {
+        let mut edited = encoded.clone();
+        edited[bit / 8] ^= 1 << (bit % 8);
+        if let Ok(decoded) = model.decode(&edited, Some((&snapshot, 1))) {
+            model.restore(SlotIndex(1), &decoded);
+            model.release(SlotIndex(1));
+            taken += 1;
+        }
+    }
+    for length in (0..encoded.len()).step_by(331) {
+        assert!(model.decode(&encoded[..length], None).is_err(), "{length} bytes");
+    }
+    assert!(taken > 0, "contents alone can't be told from others");
+    assert_eq!(model.pages().free, free);
 }
 
 #[test]

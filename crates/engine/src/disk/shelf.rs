@@ -80,6 +80,10 @@ pub struct Shelf<S> {
     /// Orders that the worker had no room for yet. New pieces are made only when this is empty.
     outbox: VecDeque<Order>,
     budget: u64,
+    /// What the disk is thought to have room for, where it once had no more.
+    room: u64,
+    /// The last write found the disk full.
+    is_full: bool,
     identity: DiskIdentity,
     files: BTreeMap<Arc<[TokenId]>, Stored>,
     tokens_of: HashMap<FileId, Arc<[TokenId]>>,
@@ -110,6 +114,8 @@ impl<S: Clone> Shelf<S> {
             orders,
             outbox: VecDeque::new(),
             budget,
+            room: u64::MAX,
+            is_full: false,
             identity,
             files: BTreeMap::new(),
             tokens_of: HashMap::new(),
@@ -493,10 +499,11 @@ impl<S: Clone> Shelf<S> {
     /// Lets the least valuable files go until `bytes` more fit; false when that would take something worth more than
     /// `value`, or everything isn't enough.
     fn make_room(&mut self, bytes: u64, value: f64) -> bool {
-        if bytes > self.budget {
+        let budget = self.budget.min(self.room);
+        if bytes > budget {
             return false;
         }
-        while self.bytes + bytes > self.budget {
+        while self.bytes + bytes > budget {
             if let Some((id, stale)) = self.stale.pop() {
                 self.bytes -= stale;
                 self.outbox.push_back(Order::Remove(id));
@@ -541,12 +548,12 @@ impl<S: Clone> Shelf<S> {
                 let stored = self.tokens_of.get(&id).and_then(|tokens| self.files.get_mut(tokens));
                 if let Some(stored) = stored {
                     stored.checksum = Some(checksum);
+                    // Others may have left the disk: some room is tried again with each file.
+                    self.room = self.room.saturating_add(stored.header.file_bytes() / 8);
                 }
+                self.is_full = false;
             }
-            News::NotWritten(id) => {
-                self.stats.write_failures += 1;
-                self.remove_with_builders(id);
-            }
+            News::NotWritten(id, is_full) => self.not_written(id, is_full),
             News::State(id, bytes) => {
                 let Some(load) = self.loads.iter_mut().find(|load| load.id == id) else { return };
                 load.since = now;
@@ -581,6 +588,21 @@ impl<S: Clone> Shelf<S> {
                 }
             }
         }
+    }
+
+    /// A full disk makes room as a smaller budget would; the prefix gets one more try.
+    fn not_written(&mut self, id: FileId, is_full: bool) {
+        self.stats.write_failures += 1;
+        let tokens = self.tokens_of.get(&id).cloned();
+        self.remove_with_builders(id);
+        if !is_full {
+            return;
+        }
+        self.room = self.bytes;
+        if let Some(tokens) = tokens.filter(|_| !self.is_full) {
+            self.note_kept(&tokens);
+        }
+        self.is_full = true;
     }
 
     /// Takes a file out of the list and leaves it where it is; those that build on it go.

@@ -54,7 +54,8 @@ pub enum News {
     /// An order was taken, so that another one may be sent.
     Room,
     Written(FileId, Checksum),
-    NotWritten(FileId),
+    /// The disk didn't take it; true where for want of room.
+    NotWritten(FileId, bool),
     State(LoadId, Vec<u8>),
     /// Contents of pages from this one on.
     Pages(LoadId, u32, Vec<u8>),
@@ -364,7 +365,8 @@ impl<F: Files> Worker<F> {
             (self.report)(DiskEvent::NotWritten { file: id.name(), why: error.to_string() });
         }
         self.is_failing = true;
-        (self.sink)(News::NotWritten(id));
+        let is_full = matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded);
+        (self.sink)(News::NotWritten(id, is_full));
     }
 
     /// Brings one piece of a load, or its end.
