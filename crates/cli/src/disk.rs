@@ -1,6 +1,7 @@
 //! The disk tier of kept prefixes: from options to an open folder.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use tf_engine::disk::{self, Disk, DiskEvent, DiskIdentity, DiskLimits, Folder, Refusal};
 use tf_model::deepseek_v41::cache::CacheLayout;
@@ -76,7 +77,7 @@ fn tell(dir: &Path, disk: &Disk<Folder>) {
 
 fn report(dir: &Path) -> disk::Report {
     let dir = dir.display().to_string();
-    Box::new(move |event| match &event {
+    Arc::new(move |event: DiskEvent| match &event {
         // The usual thing after an update.
         DiskEvent::Refused { reason: Refusal::Stale, .. } => tracing::info!("--cache-dir {dir}: {event}"),
         DiskEvent::Refused { .. } | DiskEvent::NotWritten { .. } => tracing::warn!("--cache-dir {dir}: {event}"),

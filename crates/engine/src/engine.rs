@@ -294,7 +294,7 @@ impl<M: Model> Engine<M> {
         Ok((engine, handle))
     }
 
-    /// Keeps prefixes in the files of `disk` too, with a thread of its own for them. Without kept prefixes it stays closed.
+    /// Keeps prefixes in the files of `disk` too, with two threads of their own. Without kept prefixes it stays closed.
     ///
     /// # Errors
     /// When the system gives no thread.
@@ -304,14 +304,15 @@ impl<M: Model> Engine<M> {
         }
         // Handles alone keep the engine running, so the worker's way to it must not.
         let commands = Arc::downgrade(&handle.commands);
-        let sink = Box::new(move |news| {
+        let sink = Arc::new(move |news| {
             if let Some(commands) = commands.upgrade() {
                 // A thread that has ended wants no news.
                 let _ = commands.send(Command::Disk(news));
             }
         });
-        let (shelf, worker) = Shelf::new(disk, sink);
-        std::thread::Builder::new().name("disk".to_string()).spawn(move || worker.run())?;
+        let (shelf, [writer, reader]) = Shelf::new(disk, sink);
+        std::thread::Builder::new().name("disk-write".to_string()).spawn(move || writer.run())?;
+        std::thread::Builder::new().name("disk-read".to_string()).spawn(move || reader.run())?;
         self.state.stats.disk = shelf.stats();
         self.cache.shelf = Some(shelf);
         self.publish(None);

@@ -18,7 +18,7 @@ pub const SNAPSHOT_ROWS_MIN: u32 = 16;
 /// A prompt waits no longer than this for news of a prefix on disk, then it is computed.
 pub const LOAD_PATIENCE: Duration = Duration::from_secs(5);
 /// Pieces that a round makes for the disk beside running sequences.
-pub const DISK_PIECES_A_ROUND: u32 = 2;
+pub const DISK_PIECES_A_ROUND: u32 = 1;
 
 /// How drafts are used. Speed only; no choice here can change a reply.
 #[derive(Clone, Copy, Debug, PartialEq)]

@@ -145,7 +145,8 @@ fn a_title_request_beside_a_long_conversation_does_not_evict_it() {
 
 fn open(disk: &SimulatedDisk, bytes: u64) -> Disk<SimulatedDisk> {
     let limits = DiskLimits { bytes, min_free_bytes: 0 };
-    Disk::new(disk.clone(), limits, DiskIdentity::of(&["reported"]), Box::new(|_| {})).expect("it can be listed")
+    Disk::new(disk.clone(), limits, DiskIdentity::of(&["reported"]), std::sync::Arc::new(|_| {}))
+        .expect("it can be listed")
 }
 
 fn new_disk(capacity: u64) -> SimulatedDisk {
@@ -213,5 +214,10 @@ fn the_disks_budget_keeps_what_is_worth_most() {
     assert!(handle.stats().disk.evictions > 0, "the budget was never reached: {:?}", handle.stats().disk);
     let (handle, _) = engine_with_disk(PLENTY, open(&disk, budget));
     let stats = answer(&handle, Request::greedy(&long, 5)).1.stats;
-    assert_eq!((stats.cache.source, stats.cached_tokens), (CacheSource::Disk, 1499));
+    assert_eq!(
+        (stats.cache.source, stats.cached_tokens),
+        (CacheSource::Disk, 1499),
+        "{stats:?} {:?}",
+        handle.stats().disk
+    );
 }

@@ -51,7 +51,7 @@ impl Server {
             EngineLimits { prefix_cache_bytes, snapshot_every: 64, ..EngineLimits::for_model(&model.limits()) };
         let events = Arc::new(Mutex::new(Vec::new()));
         let of_report = events.clone();
-        let report = Box::new(move |event: disk::DiskEvent| {
+        let report = Arc::new(move |event: disk::DiskEvent| {
             of_report.lock().expect("nothing panics beside it").push(event.to_string());
         });
         let identity = DiskIdentity::of(&[&model.cache_layout().identity(true)]);
@@ -278,7 +278,7 @@ fn no_bytes_make_the_model_panic_or_lose_a_page() {
 fn a_directory_in_use_is_said_at_the_start() {
     let folder = Folder::new("in-use");
     let limits = DiskLimits { bytes: 1 << 20, min_free_bytes: 0 };
-    let open = || disk::open(&folder.0, limits, DiskIdentity::of(&["a"]), Box::new(|_| {}));
+    let open = || disk::open(&folder.0, limits, DiskIdentity::of(&["a"]), Arc::new(|_| {}));
     let first = open().expect("nobody has it");
     let second = open().err().expect("the first has it").to_string();
     assert!(second.contains("in use by another server"), "{second}");

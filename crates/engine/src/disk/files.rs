@@ -4,11 +4,12 @@ use std::fs::{File, OpenOptions, TryLockError};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use super::DiskError;
 
-/// A flat directory. Names come from [`super::FileId`] alone, so none can lead out of it.
-pub trait Files: Send {
+/// A flat directory; clones are the same one. Names come from [`super::FileId`] alone, so none can lead out of it.
+pub trait Files: Clone + Send {
     /// A file that is being written.
     type Writing: Send;
     /// A file that is being read from its start.
@@ -66,12 +67,12 @@ pub trait Files: Send {
 }
 
 /// A directory of this machine, held by this process alone for as long as it is open.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Folder {
     dir: PathBuf,
-    handle: File,
+    handle: Arc<File>,
     /// Unlocked by the system when the process ends, however it ends.
-    _lock: File,
+    _lock: Arc<File>,
 }
 
 impl Folder {
@@ -90,8 +91,8 @@ impl Folder {
             Err(TryLockError::WouldBlock) => return Err(DiskError::InUse { dir: dir.to_path_buf() }),
             Err(TryLockError::Error(error)) => return Err(fail(error)),
         }
-        let handle = File::open(dir).map_err(fail)?;
-        Ok(Folder { dir: dir.to_path_buf(), handle, _lock: lock })
+        let handle = Arc::new(File::open(dir).map_err(fail)?);
+        Ok(Folder { dir: dir.to_path_buf(), handle, _lock: Arc::new(lock) })
     }
 }
 

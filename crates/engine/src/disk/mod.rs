@@ -1,8 +1,9 @@
 //! The disk tier of the kept prefixes: they survive a restart, and make room in memory without being lost.
 //!
-//! Two halves talk through a bounded queue. The [`Shelf`] lives on the engine's thread, knows which prefix is in which
-//! file and what is worth keeping, and never waits. The [`Worker`] owns the files and the disk's slowness. States and
-//! pages are opaque bytes of the model; they cross in pieces, so that neither a round nor memory grows with a prefix.
+//! Two halves talk through bounded queues. The [`Shelf`] lives on the engine's thread, knows which prefix is in which
+//! file and what is worth keeping, and never waits. Two [`Worker`]s have the disk's slowness: one writes, and one reads, so
+//! that no prompt waits for what is being synced. States and pages are opaque bytes of the model; they cross in pieces, so
+//! that neither a round nor memory grows with a prefix.
 //!
 //! A file is never trusted: what is torn, edited, of another build or not ours is refused, counted and left out, and the
 //! prompt is computed instead. Nothing here can change a reply or end a server.
@@ -13,6 +14,7 @@ pub mod shelf;
 pub mod worker;
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use sha2::{Digest, Sha256};
 
@@ -22,13 +24,13 @@ pub use shelf::Shelf;
 pub use worker::{Disk, News, Order, Worker};
 
 /// Bytes of a piece, as far as a page isn't larger.
-pub const PIECE_BYTES: u64 = 4 << 20;
-/// Orders that may wait for the worker; with them at most so many pieces.
+pub const PIECE_BYTES: u64 = 1 << 20;
+/// Orders that may wait for a worker; with them at most so many pieces.
 pub const ORDERS_MAX: usize = 8;
 /// Files that are read at once.
 pub const LOADS_MAX: usize = 4;
 /// Pieces of a load that are asked for ahead.
-pub const LOAD_AHEAD: u32 = 2;
+pub const LOAD_AHEAD: u32 = 4;
 /// A file that builds on others builds on at most so many.
 pub const CHAIN_MAX: u32 = 32;
 
@@ -104,7 +106,7 @@ pub enum DiskEvent {
 }
 
 /// Where events go.
-pub type Report = Box<dyn FnMut(DiskEvent) + Send>;
+pub type Report = Arc<dyn Fn(DiskEvent) + Send + Sync>;
 
 /// Figures of the disk tier; all but the first three only grow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

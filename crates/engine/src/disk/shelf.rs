@@ -60,6 +60,15 @@ struct Load<S> {
     since: Time,
 }
 
+/// Whether a file could begin.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Beginning {
+    Begun,
+    NotWorth,
+    /// When the worker has come further.
+    Later,
+}
+
 /// Something on disk that a prompt could resume from.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Candidate {
@@ -74,11 +83,36 @@ pub struct Arrival<S> {
     pub snapshot: S,
 }
 
+/// The way to a worker. New pieces are made only when none waits.
+struct Orders {
+    sender: SyncSender<Order>,
+    /// What the worker had no room for yet.
+    waiting: VecDeque<Order>,
+}
+
+struct WorkerGone;
+
+impl Orders {
+    /// Whether everything was handed over.
+    fn hand_over(&mut self) -> Result<bool, WorkerGone> {
+        while let Some(order) = self.waiting.pop_front() {
+            match self.sender.try_send(order) {
+                Ok(()) => {}
+                Err(TrySendError::Full(order)) => {
+                    self.waiting.push_front(order);
+                    return Ok(false);
+                }
+                Err(TrySendError::Disconnected(_)) => return Err(WorkerGone),
+            }
+        }
+        Ok(true)
+    }
+}
+
 /// What is on disk. See the module's text.
 pub struct Shelf<S> {
-    orders: SyncSender<Order>,
-    /// Orders that the worker had no room for yet. New pieces are made only when this is empty.
-    outbox: VecDeque<Order>,
+    writes: Orders,
+    reads: Orders,
     budget: u64,
     /// What the disk is thought to have room for, where it once had no more.
     room: u64,
@@ -92,8 +126,9 @@ pub struct Shelf<S> {
     next_id: u64,
     next_load: u64,
     searches: u64,
-    unwritten: VecDeque<Arc<[TokenId]>>,
-    leaving: VecDeque<(Arc<[TokenId]>, S)>,
+    /// Each with the searches there had been when it was kept: how recent it is, however late it is written.
+    unwritten: VecDeque<(Arc<[TokenId]>, u64)>,
+    leaving: VecDeque<(Arc<[TokenId]>, u64, S)>,
     job: Option<Job<S>>,
     loads: Vec<Load<S>>,
     arrived: Vec<Arrival<S>>,
@@ -104,15 +139,15 @@ pub struct Shelf<S> {
 }
 
 impl<S: Clone> Shelf<S> {
-    /// What `disk` holds, and the worker that serves it. `sink` gets the worker's news.
-    pub fn new<F: Files>(mut disk: Disk<F>, sink: Sink) -> (Self, Worker<F>) {
+    /// What `disk` holds, and the workers that serve it. `sink` gets their news.
+    pub fn new<F: Files>(mut disk: Disk<F>, sink: Sink) -> (Self, [Worker<F>; 2]) {
         let (found, stale) = (std::mem::take(&mut disk.found), std::mem::take(&mut disk.stale));
         let (budget, identity, next_id) = (disk.limits.bytes, disk.identity, disk.next_id);
         let stats = DiskStats { refused: disk.refused, ..DiskStats::default() };
-        let (orders, worker) = disk.connect(sink);
+        let ([writes, reads], workers) = disk.connect(&sink);
         let mut shelf = Shelf {
-            orders,
-            outbox: VecDeque::new(),
+            writes: Orders { sender: writes, waiting: VecDeque::new() },
+            reads: Orders { sender: reads, waiting: VecDeque::new() },
             budget,
             room: u64::MAX,
             is_full: false,
@@ -138,7 +173,7 @@ impl<S: Clone> Shelf<S> {
         }
         // A smaller budget than the last time.
         shelf.make_room(0, f64::INFINITY);
-        (shelf, worker)
+        (shelf, workers)
     }
 
     /// With a planted defect, for the tests of the tests.
@@ -181,9 +216,9 @@ impl<S: Clone> Shelf<S> {
         }
         if self.job.as_ref().is_some_and(|job| job.id == stored.id) {
             self.job = None;
-            self.outbox.push_back(Order::Abandon);
+            self.writes.waiting.push_back(Order::Abandon);
         }
-        self.outbox.push_back(Order::Remove(stored.id));
+        self.writes.waiting.push_back(Order::Remove(stored.id));
     }
 
     /// Takes a file and all that build on it out of the list.
@@ -277,8 +312,8 @@ impl<S: Clone> Shelf<S> {
         let asked = self.loads.iter().filter(|load| load.is_asked).count();
         for load in self.loads.iter_mut().filter(|load| !load.is_asked).take(LOADS_MAX - asked.min(LOADS_MAX)) {
             load.is_asked = true;
-            self.outbox.push_back(Order::Load(load.id, std::mem::take(&mut load.parts)));
-            self.outbox.extend((1..LOAD_AHEAD).map(|_| Order::More(load.id)));
+            self.reads.waiting.push_back(Order::Load(load.id, std::mem::take(&mut load.parts)));
+            self.reads.waiting.extend((1..LOAD_AHEAD).map(|_| Order::More(load.id)));
         }
     }
 
@@ -310,7 +345,7 @@ impl<S: Clone> Shelf<S> {
     }
 
     fn forget(&mut self, loads: Vec<Load<S>>) {
-        self.outbox.extend(loads.into_iter().filter(|load| load.is_asked).map(|load| Order::Forget(load.id)));
+        self.reads.waiting.extend(loads.into_iter().filter(|load| load.is_asked).map(|load| Order::Forget(load.id)));
     }
 
     /// Lets everything go that holds pages: what is being written, what waits to be, and what is being read.
@@ -327,23 +362,27 @@ impl<S: Clone> Shelf<S> {
 
     /// A state of this prefix is kept in memory.
     pub fn note_kept(&mut self, tokens: &Arc<[TokenId]>) {
-        if self.unwritten.len() < UNWRITTEN_MAX && !self.unwritten.contains(tokens) {
-            self.unwritten.push_back(tokens.clone());
+        if self.unwritten.len() < UNWRITTEN_MAX && self.unwritten.iter().all(|(other, _)| other != tokens) {
+            self.unwritten.push_back((tokens.clone(), self.searches));
         }
     }
 
     /// Memory lets this state go.
     pub fn note_evicted(&mut self, tokens: &Arc<[TokenId]>, snapshot: S) {
-        let Some(place) = self.unwritten.iter().position(|other| other == tokens) else { return };
-        self.unwritten.remove(place);
-        if self.leaving.len() < LEAVING_MAX {
-            self.leaving.push_back((tokens.clone(), snapshot));
+        let Some(place) = self.unwritten.iter().position(|(other, _)| other == tokens) else { return };
+        let kept = self.unwritten.remove(place);
+        if let Some((tokens, kept)) = kept.filter(|_| self.leaving.len() < LEAVING_MAX) {
+            self.leaving.push_back((tokens, kept, snapshot));
         }
     }
 
     /// Whether there is something to hand to the worker.
     pub fn has_work(&self) -> bool {
-        !self.outbox.is_empty() || self.job.is_some() || !self.leaving.is_empty() || !self.unwritten.is_empty()
+        !self.writes.waiting.is_empty()
+            || !self.reads.waiting.is_empty()
+            || self.job.is_some()
+            || !self.leaving.is_empty()
+            || !self.unwritten.is_empty()
     }
 
     /// Whether something is still to be written, handed over or not.
@@ -367,27 +406,21 @@ impl<S: Clone> Shelf<S> {
         self.hand_over();
     }
 
-    /// Moves orders to the worker; false while it has no room.
+    /// Moves orders to the workers; false while the one that writes has no room for more.
     fn hand_over(&mut self) -> bool {
-        while let Some(order) = self.outbox.pop_front() {
-            match self.orders.try_send(order) {
-                Ok(()) => {}
-                Err(TrySendError::Full(order)) => {
-                    self.outbox.push_front(order);
-                    return false;
-                }
-                Err(TrySendError::Disconnected(_)) => {
-                    self.break_down();
-                    return false;
-                }
+        match (self.reads.hand_over(), self.writes.hand_over()) {
+            (Ok(_), Ok(is_all)) => is_all,
+            (Err(WorkerGone), _) | (_, Err(WorkerGone)) => {
+                self.break_down();
+                false
             }
         }
-        true
     }
 
-    /// The worker is gone; memory goes on alone.
+    /// A worker is gone; memory goes on alone.
     fn break_down(&mut self) {
-        self.outbox.clear();
+        self.writes.waiting.clear();
+        self.reads.waiting.clear();
         self.unwritten.clear();
         self.leaving.clear();
         self.job = None;
@@ -401,40 +434,57 @@ impl<S: Clone> Shelf<S> {
     /// Starts the next file that is worth writing; false when there is none.
     fn begin_next<M: Model<Snapshot = S>>(&mut self, model: &mut M, kept: &impl Fn(&[TokenId]) -> Option<S>) -> bool {
         while !self.is_closed {
-            let (tokens, snapshot) = if let Some(leaving) = self.leaving.pop_front() {
-                leaving
-            } else if let Some(tokens) = self.unwritten.pop_front() {
-                match kept(&tokens) {
-                    Some(snapshot) => (tokens, snapshot),
-                    None => continue,
+            let (tokens, since, snapshot, is_leaving) =
+                if let Some((tokens, since, snapshot)) = self.leaving.pop_front() {
+                    (tokens, since, snapshot, true)
+                } else if let Some((tokens, since)) = self.unwritten.pop_front() {
+                    match kept(&tokens) {
+                        Some(snapshot) => (tokens, since, snapshot, false),
+                        None => continue,
+                    }
+                } else {
+                    return false;
+                };
+            match self.begin(&tokens, since, &snapshot, model) {
+                Beginning::Begun => return true,
+                Beginning::NotWorth => {}
+                Beginning::Later => {
+                    match is_leaving {
+                        true => self.leaving.push_front((tokens, since, snapshot)),
+                        false => self.unwritten.push_front((tokens, since)),
+                    }
+                    return false;
                 }
-            } else {
-                return false;
-            };
-            if self.begin(tokens, snapshot, model) {
-                return true;
             }
         }
         false
     }
 
-    fn begin<M: Model<Snapshot = S>>(&mut self, tokens: Arc<[TokenId]>, snapshot: S, model: &mut M) -> bool {
-        let Some(resumes_from) = resumes_from(model, &snapshot, tokens.len() as Position) else { return false };
-        if let Some(stored) = self.files.get(&tokens) {
+    fn begin<M: Model<Snapshot = S>>(
+        &mut self,
+        tokens: &Arc<[TokenId]>,
+        since: u64,
+        snapshot: &S,
+        model: &mut M,
+    ) -> Beginning {
+        let Some(resumes_from) = resumes_from(model, snapshot, tokens.len() as Position) else {
+            return Beginning::NotWorth;
+        };
+        if let Some(stored) = self.files.get(tokens) {
             if stored.header.resumes_from <= resumes_from || stored.builders > 0 || stored.checksum.is_none() {
-                return false;
+                return Beginning::NotWorth;
             }
-            self.remove(&tokens);
+            self.remove(tokens);
         }
         let mut pages = Vec::new();
-        model.snapshot_pages(&snapshot, &mut pages);
+        model.snapshot_pages(snapshot, &mut pages);
         let PageCounts { positions, bytes: page_bytes, .. } = model.pages();
         let mut state = Vec::new();
-        model.encode(&snapshot, &mut state);
+        model.encode(snapshot, &mut state);
         let (Ok(page_bytes), Ok(state_bytes)) = (u32::try_from(page_bytes), u32::try_from(state.len())) else {
-            return false;
+            return Beginning::NotWorth;
         };
-        let (base, first_page) = self.base_for(&tokens, positions).map_or((None, 0), |(id, pages)| (Some(id), pages));
+        let (base, first_page) = self.base_for(tokens, positions).map_or((None, 0), |(id, pages)| (Some(id), pages));
         let header = Header {
             identity: self.identity,
             tokens: tokens.clone(),
@@ -450,19 +500,19 @@ impl<S: Clone> Shelf<S> {
         if let Some(stored) = self.base_of(&header) {
             stored.builders += 1;
         }
-        let has_room = self.make_room(header.file_bytes(), tokens.len() as f64);
+        let room = self.make_room(header.file_bytes(), self.value(tokens.len(), 1, since));
         if let Some(stored) = self.base_of(&header) {
             stored.builders -= 1;
         }
-        if !has_room {
-            return false;
+        if room != Beginning::Begun {
+            return room;
         }
         let id = FileId(self.next_id);
         self.next_id += 1;
-        self.add(id, header.clone(), None, self.searches);
-        self.outbox.extend([Order::Begin(id, header.clone()), Order::Piece(state)]);
-        self.job = Some(Job { id, snapshot, next_page: header.first_page, header });
-        true
+        self.add(id, header.clone(), None, since);
+        self.writes.waiting.extend([Order::Begin(id, header.clone()), Order::Piece(state)]);
+        self.job = Some(Job { id, snapshot: snapshot.clone(), next_page: header.first_page, header });
+        Beginning::Begun
     }
 
     /// The file that has the most whole pages of these tokens, and how many.
@@ -487,46 +537,50 @@ impl<S: Clone> Shelf<S> {
                 self.remove(&tokens);
                 return;
             }
-            self.outbox.push_back(Order::Piece(bytes));
+            self.writes.waiting.push_back(Order::Piece(bytes));
             job.next_page = end;
         }
         if job.next_page == job.header.pages_end() {
-            self.outbox.push_back(Order::End);
+            self.writes.waiting.push_back(Order::End);
             self.job = None;
         }
     }
 
-    /// Lets the least valuable files go until `bytes` more fit; false when that would take something worth more than
-    /// `value`, or everything isn't enough.
-    fn make_room(&mut self, bytes: u64, value: f64) -> bool {
+    /// Lets the least valuable files go until `bytes` more fit. Not where that would take something worth more than
+    /// `value`, or everything isn't enough; later where the least valuable one isn't written yet.
+    fn make_room(&mut self, bytes: u64, value: f64) -> Beginning {
         let budget = self.budget.min(self.room);
         if bytes > budget {
-            return false;
+            return Beginning::NotWorth;
         }
         while self.bytes + bytes > budget {
             if let Some((id, stale)) = self.stale.pop() {
                 self.bytes -= stale;
-                self.outbox.push_back(Order::Remove(id));
+                self.writes.waiting.push_back(Order::Remove(id));
                 continue;
             }
-            let Some((victim, lowest)) = self.least_valuable() else { return false };
-            if lowest > value {
-                return false;
+            let Some((victim, _)) = self.least_valuable().filter(|(_, lowest)| *lowest <= value) else {
+                return Beginning::NotWorth;
+            };
+            if self.files.get(&victim).is_some_and(|stored| stored.checksum.is_none()) {
+                return Beginning::Later;
             }
             self.stats.evictions += 1;
             self.remove(&victim);
         }
-        true
+        Beginning::Begun
+    }
+
+    fn value(&self, token_count: usize, uses: u32, last_use: u64) -> f64 {
+        let age = self.searches.saturating_sub(last_use) as f64;
+        token_count as f64 * f64::from(uses) / (1.0 + age)
     }
 
     /// Of the files that nothing builds on, the one that costs least to lose: rows, times how likely they are wanted.
     fn least_valuable(&self) -> Option<(Arc<[TokenId]>, f64)> {
-        let loose = self.files.iter().filter(|(_, stored)| stored.builders == 0 && stored.checksum.is_some());
+        let loose = self.files.iter().filter(|(_, stored)| stored.builders == 0);
         let idle = loose.filter(|(_, stored)| self.loads.iter().all(|load| load.file != stored.id));
-        let value = |stored: &Stored| {
-            let age = self.searches.saturating_sub(stored.last_use) as f64;
-            stored.header.tokens.len() as f64 * f64::from(stored.uses) / (1.0 + age)
-        };
+        let value = |stored: &Stored| self.value(stored.header.tokens.len(), stored.uses, stored.last_use);
         let valued = idle.map(|(tokens, stored)| (tokens, value(stored), stored.id));
         let least = valued.min_by(|(_, one, first), (_, other, second)| one.total_cmp(other).then(first.cmp(second)));
         least.map(|(tokens, value, _)| (tokens.clone(), value))
@@ -563,7 +617,7 @@ impl<S: Clone> Shelf<S> {
                 let has_room = make_room(model, fresh);
                 load.snapshot = if has_room { model.decode(&bytes, base).ok() } else { None };
                 match load.snapshot.is_some() {
-                    true => self.outbox.push_back(Order::More(id)),
+                    true => self.reads.waiting.push_back(Order::More(id)),
                     false => self.end_load(id),
                 }
             }
@@ -573,7 +627,7 @@ impl<S: Clone> Shelf<S> {
                 let first = first - u32::from(self.shifts_pages && first > 0);
                 let written = load.snapshot.as_ref().is_some_and(|snapshot| model.write_pages(snapshot, first, &bytes));
                 match written {
-                    true => self.outbox.push_back(Order::More(id)),
+                    true => self.reads.waiting.push_back(Order::More(id)),
                     false => self.end_load(id),
                 }
             }
@@ -608,7 +662,7 @@ impl<S: Clone> Shelf<S> {
     /// Takes a file out of the list and leaves it where it is; those that build on it go.
     fn forget_file(&mut self, id: FileId) {
         self.remove_with_builders(id);
-        self.outbox.retain(|order| !matches!(order, Order::Remove(removed) if *removed == id));
+        self.writes.waiting.retain(|order| !matches!(order, Order::Remove(removed) if *removed == id));
     }
 
     fn end_load(&mut self, id: LoadId) {
@@ -632,7 +686,7 @@ impl<S: Clone> Shelf<S> {
 
     /// Tells the worker that nothing follows; [`Shelf::is_closed`] once all is done.
     pub fn close(&mut self) {
-        self.outbox.push_back(Order::Close);
+        self.writes.waiting.push_back(Order::Close);
     }
 
     /// Whether the worker has done everything, or is gone.
@@ -645,7 +699,7 @@ impl<S: Clone> Shelf<S> {
         let loads =
             self.loads.iter().flat_map(|load| load.snapshot.iter().chain(load.base.iter().map(|(base, _)| base)));
         let all = (self.job.iter().map(|job| &job.snapshot))
-            .chain(self.leaving.iter().map(|(_, snapshot)| snapshot))
+            .chain(self.leaving.iter().map(|(_, _, snapshot)| snapshot))
             .chain(self.arrived.iter().map(|arrival| &arrival.snapshot))
             .chain(loads);
         for snapshot in all {

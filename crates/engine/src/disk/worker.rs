@@ -5,6 +5,7 @@
 use std::collections::{BTreeMap, HashSet, VecDeque};
 use std::io;
 use std::ops::Range;
+use std::sync::Arc;
 use std::sync::mpsc::{Receiver, SyncSender, TryRecvError, sync_channel};
 
 use sha2::{Digest, Sha256};
@@ -68,7 +69,7 @@ pub enum News {
 }
 
 /// Where news go.
-pub type Sink = Box<dyn FnMut(News) + Send>;
+pub type Sink = Arc<dyn Fn(News) + Send + Sync>;
 
 /// A file that was found at the start.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -164,30 +165,34 @@ impl<F: Files> Disk<F> {
 
     fn refuse(&mut self, name: &str, reason: Refusal, why: &str) {
         self.refused[reason.index()] += 1;
-        refuse(&mut self.files, &mut self.report, name, reason, why);
+        refuse(&mut self.files, &self.report, name, reason, why);
     }
 
-    /// Splits into the worker and the way to it. What was found is left behind.
-    pub(super) fn connect(self, sink: Sink) -> (SyncSender<Order>, Worker<F>) {
-        let (sender, orders) = sync_channel(ORDERS_MAX);
-        let worker = Worker {
-            files: self.files,
-            min_free_bytes: self.limits.min_free_bytes,
-            identity: self.identity,
-            report: self.report,
-            orders,
-            sink,
-            writing: None,
-            readings: Vec::new(),
-            is_failing: false,
-            trusts_all: self.trusts_all,
+    /// Two workers and the ways to them: the first writes and removes, the second reads. What was found is left behind.
+    pub(super) fn connect(self, sink: &Sink) -> ([SyncSender<Order>; 2], [Worker<F>; 2]) {
+        let worker = || {
+            let (sender, orders) = sync_channel(ORDERS_MAX);
+            let worker = Worker {
+                files: self.files.clone(),
+                min_free_bytes: self.limits.min_free_bytes,
+                identity: self.identity,
+                report: self.report.clone(),
+                orders,
+                sink: sink.clone(),
+                writing: None,
+                readings: Vec::new(),
+                is_failing: false,
+                trusts_all: self.trusts_all,
+            };
+            (sender, worker)
         };
-        (sender, worker)
+        let ((writes, writer), (reads, reader)) = (worker(), worker());
+        ([writes, reads], [writer, reader])
     }
 }
 
 /// Says why a file isn't used, and removes it where it is ours and can serve nobody.
-fn refuse<F: Files>(files: &mut F, report: &mut Report, name: &str, reason: Refusal, why: &str) {
+fn refuse<F: Files>(files: &mut F, report: &Report, name: &str, reason: Refusal, why: &str) {
     report(DiskEvent::Refused { file: name.to_owned(), reason, why: why.to_owned() });
     if matches!(reason, Refusal::Damaged | Refusal::Orphan) {
         // A file that can't be removed is refused again at the next start.
@@ -380,7 +385,7 @@ impl<F: Files> Worker<F> {
             }
             Err((id, reason, why)) => {
                 self.readings.remove(index);
-                refuse(&mut self.files, &mut self.report, &id.name(), reason, &why);
+                refuse(&mut self.files, &self.report, &id.name(), reason, &why);
                 (self.sink)(News::NotLoaded(load, id, reason));
             }
         }

@@ -417,7 +417,8 @@ struct Life {
     model: HistoryModel,
     state: State,
     cache: PrefixCache<HistorySnapshot>,
-    worker: Option<Worker<SimulatedDisk>>,
+    /// The one that writes and the one that reads.
+    workers: Option<[Worker<SimulatedDisk>; 2]>,
     news: Arc<Mutex<VecDeque<News>>>,
     scratch: Scratch,
 }
@@ -483,23 +484,23 @@ impl Life {
         state.keeping = prefixes::rules_for(&model, &limits);
         let mut cache = prefixes::cache_for(&model, &limits).with_fault(fault);
         let news = Arc::new(Mutex::new(VecDeque::new()));
-        let mut worker = None;
+        let mut workers = None;
         if let Some(disk) = schedule.disk.as_ref().filter(|_| state.keeping.is_on) {
             let identity = DiskIdentity::of(&["simulated"]);
-            let opened = Disk::new(disk.disk.clone(), disk.limits, identity, Box::new(|_| {}));
+            let opened = Disk::new(disk.disk.clone(), disk.limits, identity, Arc::new(|_| {}));
             let mut opened = opened.expect("the simulated directory can be listed");
             if fault == CacheFault::TrustsFiles {
                 opened = opened.trusting_all();
             }
             let sink = news.clone();
-            let (mut shelf, of_shelf) = Shelf::new(opened, Box::new(move |news| lock(&sink).push_back(news)));
+            let (mut shelf, of_shelf) = Shelf::new(opened, Arc::new(move |news| lock(&sink).push_back(news)));
             if fault == CacheFault::ShiftsPages {
                 shelf = shelf.shifting_pages();
             }
             cache.shelf = Some(shelf);
-            worker = Some(of_shelf);
+            workers = Some(of_shelf);
         }
-        Life { model, state, cache, worker, news, scratch: Scratch::default() }
+        Life { model, state, cache, workers, news, scratch: Scratch::default() }
     }
 
     fn run(
@@ -579,10 +580,10 @@ impl Life {
 
     /// One round, and as much of the disk's work as the schedule says.
     fn round(&mut self, schedule: &mut Schedule) -> Result<Busy, crate::round::DeviceLost> {
-        if let (Some(disk), Some(worker)) = (&schedule.disk, &mut self.worker) {
+        if let (Some(disk), Some(workers)) = (&schedule.disk, &mut self.workers) {
             let steps = if disk.steps_max == 0 { 0 } else { schedule.random.between(0, disk.steps_max) };
             for _ in 0..steps {
-                worker.step();
+                workers[schedule.random.between(0, 1) as usize].step();
             }
             if disk.meddle_every > 0 && schedule.random.one_in(disk.meddle_every) {
                 disk.disk.meddle();
@@ -613,7 +614,7 @@ impl Life {
                 shelf.close();
             }
             self.cache.write_behind(&mut self.model, u32::MAX);
-            self.worker.iter_mut().for_each(|worker| while worker.step() {});
+            self.workers.iter_mut().flatten().for_each(|worker| while worker.step() {});
             self.hear(schedule.clock.now());
             self.check(schedule)?;
         }
