@@ -393,3 +393,70 @@ fn the_longest_prompt_of_the_window_holds_up_a_running_reply_no_longer_than_the_
         assert!(filling_rounds < 20_000 / 100, "{filling_rounds} rounds");
     }
 }
+
+#[test]
+fn under_pressure_caches_go_first_then_the_newest_waits_then_it_ends() {
+    // Two replies that grow to 64 pages each, and a kept prefix of 26.
+    // With 117 pages the newest lacks one while the oldest writes its last tokens; with 80 the oldest lacks them too.
+    // pages -> prefixes are let go, a sequence waits, how the newest ends
+    let cases = [
+        (200, false, false, FinishReason::Length),
+        (140, true, false, FinishReason::Length),
+        (117, true, true, FinishReason::Length),
+        (80, true, true, FinishReason::OutOfMemory),
+    ];
+    for (pages, evicts, waits, ending) in cases {
+        let limits = ModelLimits { round_rows: 128, ..MODEL_LIMITS };
+        let options = HistoryOptions { limits, pages: Some(pages), ..options() };
+        let mut model = HistoryModel::new(options);
+        let mut limits = EngineLimits { prefix_cache_bytes: 1 << 30, ..EngineLimits::for_model(&model.limits()) };
+        limits.draft.max = 0;
+        let requests = [Request::greedy(&[1; 100], 156), Request::greedy(&[2; 58], 198)];
+        let [oldest, newest] = requests.clone().map(|request| (5, request));
+        let arrivals = [(0, Request::greedy(&[7; 100], 1)), oldest, newest];
+        let (records, stats) = tf_engine::testing::serve(&mut model, limits, &arrivals).expect("it comes to an end");
+        let reason = |index: usize| records[index].finished.as_ref().map(|finished| finished.reason.clone());
+        assert_eq!(stats.prefix_evictions > 0, evicts, "{pages} pages: {stats:?}");
+        assert_eq!(stats.page_waits > 0, waits, "{pages} pages: {stats:?}");
+        assert_eq!((reason(1), reason(2)), (Some(FinishReason::Length), Some(ending)), "{pages} pages");
+        assert_eq!(stats.prompt_rows, 258, "{pages} pages: rows of a sequence that waited were computed again");
+        for (index, request) in requests.iter().enumerate() {
+            let expected = tf_engine::testing::simulate::plain_reply(1, MODEL_LIMITS.vocab_size, request).0.tokens;
+            let tokens = &records[index + 1].tokens;
+            assert!(expected.starts_with(tokens), "{pages} pages");
+            assert!(reason(index + 1) != Some(FinishReason::Length) || *tokens == expected, "{pages} pages");
+        }
+    }
+}
+
+#[test]
+fn a_deadline_ends_a_request_wherever_it_is() {
+    let micro = Duration::from_micros;
+    for slots in [1, 3] {
+        let limits = ModelLimits { slots, ..MODEL_LIMITS };
+        let clock = VirtualClock::new();
+        let costs = Some((clock.clone(), micro(1000), micro(0), micro(0)));
+        let mut bench = Bench::new(HistoryOptions { limits, clock: costs, ..options() }, |limits| limits.draft.max = 0);
+        let deadline = |milliseconds| Some(clock.now().after(Duration::from_millis(milliseconds)));
+        // One that runs, one in its prompt or in the queue, and one in the background that gave its slot away.
+        bench.submit(background(Request { deadline: deadline(30), ..Request::greedy(&[3; 9], 200) }));
+        bench.round();
+        bench.submit(Request { deadline: deadline(20), ..Request::greedy(&[1; 9], 200) });
+        bench.submit(Request { deadline: deadline(10), ..Request::greedy(&[2; 200], 20) });
+        let mut endings = Vec::new();
+        while !bench.state.is_idle() {
+            let before = bench.state.stats.broken_off;
+            bench.round();
+            let ended = bench.state.stats.broken_off - before;
+            endings.extend((0..ended).map(|_| bench.clock.now().since(Default::default()).as_millis()));
+        }
+        // Within a round of its deadline each, and nothing is left.
+        assert_eq!((bench.state.stats.completed, bench.state.stats.broken_off), (0, 3), "{slots} slots");
+        let pairs = endings.iter().zip([10, 20, 30]);
+        assert!(
+            pairs.clone().all(|(found, wanted)| (wanted..=wanted + 1).contains(found)),
+            "{slots} slots: {endings:?}"
+        );
+        assert_eq!(bench.model.held_slots(), 0);
+    }
+}
