@@ -382,7 +382,7 @@ fn end_paused(state: &mut State, index: usize, reason: FinishReason, now: Time) 
     }
 }
 
-/// Frees the slot of a sequence that is no longer among the running ones. `is_whole`: its rows can be kept.
+/// Frees the slot of a sequence that was taken out of the running ones. `is_whole`: its rows can be kept.
 fn leave_slot(state: &mut State, sequence: &Sequence, is_whole: bool) {
     state.slots.free(sequence.slot, sequence.id);
     // A state one row further than a kept one saves nothing worth its bytes.

@@ -20,6 +20,7 @@ const ENTRIES_MAX: usize = 1 << 16;
 const HEADS_MAX: usize = 1 << 20;
 /// Longest occurrence of each class but the last; the classes' acceptance is measured apart.
 const CLASSES: [usize; CLASS_COUNT - 1] = [3, 5, 8, 16];
+/// How many classes of occurrences there are.
 pub const CLASS_COUNT: usize = 5;
 
 /// A sequence's known tokens.

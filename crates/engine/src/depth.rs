@@ -207,6 +207,7 @@ pub struct Offer {
 }
 
 impl Offer {
+    /// Nothing to propose.
     pub const NONE: Offer = Offer { count: 0, products: [0.0; DRAFTS_MAX] };
 
     /// `count` drafts, each of which lands with its probability when those before it did.
@@ -241,6 +242,7 @@ pub struct Candidate {
 }
 
 impl Candidate {
+    /// A sequence with its offers, before anything is dealt.
     pub fn new(sequence: usize, head: Offer, copy: Offer) -> Self {
         Candidate { sequence, head, copy, answer: 0..0, source: DraftSource::Copy, count: 0 }
     }

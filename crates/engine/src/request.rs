@@ -129,6 +129,7 @@ pub enum DraftSource {
 }
 
 impl DraftSource {
+    /// In the order of their numbers.
     pub const ALL: [DraftSource; 2] = [DraftSource::Head, DraftSource::Copy];
 
     pub fn as_str(self) -> &'static str {
@@ -284,6 +285,7 @@ pub struct ReplyStats {
 }
 
 impl ReplyStats {
+    /// The counts of one source.
     pub fn drafts_of(&self, source: DraftSource) -> &DraftCounts {
         &self.drafts[source as usize]
     }

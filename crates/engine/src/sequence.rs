@@ -6,7 +6,7 @@ use tf_text::TokenId;
 
 use crate::channel::Sender;
 use crate::clock::Time;
-use crate::copy::{CopyIndex, Text};
+use crate::copy::CopyIndex;
 use crate::depth::Acceptance;
 use crate::disk::worker::LoadId;
 use crate::forcing::Forced;
@@ -196,10 +196,6 @@ impl Sequence {
             reply: &self.reply,
             given: &self.given,
         }
-    }
-
-    pub fn text(&self) -> Text<'_> {
-        Text { prompt: &self.request.prompt, reply: &self.reply }
     }
 
     /// What must hold between rounds.

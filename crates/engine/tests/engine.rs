@@ -367,7 +367,7 @@ fn the_longest_prompt_of_the_window_holds_up_a_running_reply_no_longer_than_the_
     let limits = ModelLimits { slots: 2, round_rows: 512, context: 20_000, ..MODEL_LIMITS };
     for (gap_ms, drafts) in [(50, 0), (50, 5), (200, 5)] {
         let clock = VirtualClock::new();
-        // A round of 2 ms, rows of a fifth of a millisecond, a call of the drafter of 3 ms.
+        // A round of two milliseconds, rows of a fifth of one, a call of the drafter of three.
         let costs = Some((clock.clone(), micro(2000), micro(200), micro(3000)));
         let options = HistoryOptions { limits, clock: costs, drafter: Drafter::Mixed, ..options() };
         let mut bench = Bench::new(options, |limits| {

@@ -287,16 +287,17 @@ async fn a_second_request_to_end_cuts_what_runs() {
 async fn a_request_in_the_background_gives_way_and_its_reply_is_unchanged() {
     let server = start(Setup { limits: |limits| limits.slots = 1, ..Setup::default() }).await;
     let body = |prompt: &str, tokens: u32| json!({"prompt": prompt, "max_tokens": tokens, "ignore_eos": true});
-    let alone = server.post("/v1/completions", &body("slow", 600)).await.json();
-    let mut slow = body("slow", 600);
+    let alone = server.post("/v1/completions", &body("slow", 30)).await.json();
+    let mut slow = body("slow", 30);
     slow["priority"] = "background".into();
-    slow["draft"] = false.into();
+    // Its first round is held up until another request is there.
+    server.gate.close();
     let slow = server.post_open("/v1/completions", &slow).await;
-    server.until("a reply in the background", |stats| stats.decoding == 1 && stats.reply_tokens > 603).await;
-    let urgent = server.post("/v1/completions", &body("urgent", 5)).await;
-    assert_eq!(urgent.status, 200);
-    let stats = server.engine.stats();
-    assert_eq!(stats.pauses, 1, "the background didn't give way: {stats:?}");
+    server.until("a request in the background", |stats| stats.requests == 2).await;
+    let urgent = server.engine.submit(tf_engine::Request::greedy(&[1, 2, 3], 5)).expect("it fits");
+    server.gate.open();
+    server.until("a reply that went first", |stats| stats.pauses == 1 && stats.completed >= 2).await;
+    drop(urgent);
     let slow = read_answer(slow).await.json();
     assert_eq!(slow["tensorfold"]["token_sha"], alone["tensorfold"]["token_sha"]);
     server.stop().await;
