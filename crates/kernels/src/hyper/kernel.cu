@@ -182,26 +182,40 @@ hyper_enter(const float* y, float* streams, const float* mix, const float* post,
     const float m[4] = {mix[row * 4], mix[row * 4 + 1], mix[row * 4 + 2], mix[row * 4 + 3]};
     const bool expands = (shape.outputs & 8) != 0;
     const Expansion expansion(comb + row * 16, post + row * 4);
+    // Two quads' streams are fetched before the first is written.
 #pragma unroll
-    for (u32 i = 0; i < ROW_QUADS; i++) {
-        const u32 quad = i * ROW_THREADS + threadIdx.x;
-        of_row.u[i] = zero_quad();
-        if (quad >= quads) continue;
-        float4 x0 = x[quad], x1 = x[quads + quad], x2 = x[2 * quads + quad], x3 = x[3 * quads + quad];
-        if (expands) {
-            const float4 o = out[quad];
-            float4 next[4];
-#pragma unroll
-            for (u32 j = 0; j < 4; j++) {
-                next[j].x = expansion.stream(j, x0.x, x1.x, x2.x, x3.x, o.x);
-                next[j].y = expansion.stream(j, x0.y, x1.y, x2.y, x3.y, o.y);
-                next[j].z = expansion.stream(j, x0.z, x1.z, x2.z, x3.z, o.z);
-                next[j].w = expansion.stream(j, x0.w, x1.w, x2.w, x3.w, o.w);
-                x[j * quads + quad] = next[j];
-            }
-            x0 = next[0], x1 = next[1], x2 = next[2], x3 = next[3];
+    for (u32 first = 0; first < ROW_QUADS; first += 2) {
+        if (first * ROW_THREADS >= quads) {
+            of_row.u[first] = of_row.u[first + 1] = zero_quad();
+            continue;
         }
-        of_row.u[i] = collapse_quad(x0, x1, x2, x3, m);
+        float4 in[2][4], o[2];
+#pragma unroll
+        for (u32 i = 0; i < 2; i++) {
+            const u32 quad = (first + i) * ROW_THREADS + threadIdx.x;
+            const bool inside = quad < quads;
+#pragma unroll
+            for (u32 j = 0; j < 4; j++) in[i][j] = inside ? x[j * quads + quad] : zero_quad();
+            o[i] = inside && expands ? out[quad] : zero_quad();
+        }
+#pragma unroll
+        for (u32 i = 0; i < 2; i++) {
+            const u32 quad = (first + i) * ROW_THREADS + threadIdx.x;
+            if (expands) {
+                float4 next[4];
+#pragma unroll
+                for (u32 j = 0; j < 4; j++) {
+                    next[j].x = expansion.stream(j, in[i][0].x, in[i][1].x, in[i][2].x, in[i][3].x, o[i].x);
+                    next[j].y = expansion.stream(j, in[i][0].y, in[i][1].y, in[i][2].y, in[i][3].y, o[i].y);
+                    next[j].z = expansion.stream(j, in[i][0].z, in[i][1].z, in[i][2].z, in[i][3].z, o[i].z);
+                    next[j].w = expansion.stream(j, in[i][0].w, in[i][1].w, in[i][2].w, in[i][3].w, o[i].w);
+                    if (quad < quads) x[j * quads + quad] = next[j];
+                }
+#pragma unroll
+                for (u32 j = 0; j < 4; j++) in[i][j] = next[j];
+            }
+            of_row.u[first + i] = collapse_quad(in[i][0], in[i][1], in[i][2], in[i][3], m);
+        }
     }
     if (threadIdx.x == 0) scratch[row * 32 + OUTPUTS + 1] = 0;
     of_row.finish(row_quads, normed, quantised, nullptr, row, shape);
@@ -276,14 +290,13 @@ hyper_mixes_one(const float* streams, float* mix, float* post, float* comb, cons
     u32* const z = scratch + row * 32;
     u32 arrived = 0;
     if (lane == 0) {
-        atomicExch(z + output, to_bits(sum));
-        __threadfence();
-        arrived = atomicAdd(z + OUTPUTS + 1, 1u);
+        leave_word(z + output, to_bits(sum));
+        arrived = arrive_last(z + OUTPUTS + 1);
     }
     if (__shfl_sync(WARP, arrived, 0) != OUTPUTS) return;
-    // The last one: what the others wrote before they arrived is seen.
-    __threadfence();
-    const float value = lane <= OUTPUTS ? from_bits(atomicAdd(z + lane, 0u)) : 0.0f;
+    // The last one: what the others left before they arrived is seen.
+    __syncwarp();
+    const float value = lane <= OUTPUTS ? from_bits(left_word(z + lane)) : 0.0f;
     make_mixes(value, mix, post, comb, base, scale, row, lane, shape);
 }
 

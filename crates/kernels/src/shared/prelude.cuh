@@ -34,6 +34,35 @@ __device__ __forceinline__ void wait_for_inputs() {
 #endif
 }
 
+// A word that a block leaves for whoever of its grid arrives last; the count of those before; and the word, for the last.
+__device__ __forceinline__ void leave_word(u32* to, u32 value) {
+#ifdef TF_EMULATED
+    atomicExch(to, value);
+#else
+    asm volatile("st.global.cg.u32 [%0], %1;" : : "l"(to), "r"(value) : "memory");
+#endif
+}
+
+__device__ __forceinline__ u32 arrive_last(u32* counter) {
+#ifdef TF_EMULATED
+    return atomicAdd(counter, 1u);
+#else
+    u32 before;
+    asm volatile("atom.global.acq_rel.gpu.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+    return before;
+#endif
+}
+
+__device__ __forceinline__ u32 left_word(u32* from) {
+#ifdef TF_EMULATED
+    return atomicAdd(from, 0u);
+#else
+    u32 value;
+    asm volatile("ld.global.cg.u32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
+    return value;
+#endif
+}
+
 // Sixteen bytes from global to shared memory, on their own way; then an end of the copies so far, and a wait until at most
 // PENDING groups are on their way.
 __device__ __forceinline__ void copy_async_16(float4* to, const float4* from) {

@@ -97,6 +97,8 @@ fn run_cuda(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
     if parts == 1 {
         return launch_whole(queue, args, &shape, (count(rows), CUDA_THREADS, count(4 * (entries + blocks))));
     }
+    LaunchError::check_limit("the scores that the parts of a row keep", parts * args.top_k, 2 * PART)?;
+    LaunchError::check_limit("the blocks of a row", blocks, PART)?;
     let words = [2 * rows * parts * args.top_k, rows * parts, (rows * blocks).max(1)];
     let names = ["top_k/kept", "top_k/counts", "top_k/blocks"];
     let mut work = Vec::new();

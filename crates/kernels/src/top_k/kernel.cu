@@ -17,7 +17,7 @@ struct Shape {
     u32 part, parts;  // scores of a part, a multiple of block_size; parts of a row
 };
 
-constexpr u32 ALL_BLOCKS = 0xffffffffu, THREADS = 1024, WARPS = THREADS / 32;
+constexpr u32 ALL_BLOCKS = 0xffffffffu, THREADS = 1024, WARPS = THREADS / 32, HELD = 16;
 // Digits of a key, from the top: 11, 11 and 10 bits.
 constexpr u32 BINS = 2048;
 
@@ -33,8 +33,11 @@ __device__ __forceinline__ u32 sum_before(u32 value, u32 lane, u32& all) {
     return sum - value;
 }
 
+// Copies of the counts, so that the lanes of a warp that meet in one bin wait less for each other.
+constexpr u32 COPIES = 2;
+
 struct Work {
-    u32 bins[BINS];
+    u32 bins[COPIES][BINS];
     u32 of_warp[WARPS];
     u32 above[WARPS], equal[WARPS];
     u32 digit, left;
@@ -43,8 +46,10 @@ struct Work {
 // Of the counted keys the bin, from the top, in which the `wanted`-th lies, and how many it must still bring.
 __device__ __forceinline__ void find_bin(Work& work, u32 wanted, u32 thread) {
     // A thread holds two bins, the first threads the highest ones.
-    const u32 high = work.bins[BINS - 1 - 2 * thread], low = work.bins[BINS - 2 - 2 * thread];
-    const u32 lane = thread % 32, warp = thread / 32;
+    const u32 high_bin = BINS - 1 - 2 * thread, lane = thread % 32, warp = thread / 32;
+    u32 high = 0, low = 0;
+#pragma unroll
+    for (u32 copy = 0; copy < COPIES; copy++) high += work.bins[copy][high_bin], low += work.bins[copy][high_bin - 1];
     u32 all;
     u32 before = sum_before(high + low, lane, all);
     if (lane == 31) work.of_warp[warp] = all;
@@ -56,28 +61,49 @@ __device__ __forceinline__ void find_bin(Work& work, u32 wanted, u32 thread) {
     }
     __syncthreads();
     before += work.of_warp[warp];
-    if (before < wanted && before + high >= wanted) work.digit = BINS - 1 - 2 * thread, work.left = wanted - before;
+    if (before < wanted && before + high >= wanted) work.digit = high_bin, work.left = wanted - before;
     before += high;
-    if (before < wanted && before + low >= wanted) work.digit = BINS - 2 - 2 * thread, work.left = wanted - before;
+    if (before < wanted && before + low >= wanted) work.digit = high_bin - 1, work.left = wanted - before;
     __syncthreads();
 }
 
 // Writes the indices of the `wanted` largest of `count` keys, ascending; returns how many there are. `wanted` is at most
-// `count` and above 0. By all threads of the block.
-template <class Key>
+// `count` and above 0, `count` at most 1024 * MOST. By all threads of the block. A warp has a run of indices, of which each
+// lane holds every 32nd key, or asks for it again where they are many.
+template <u32 MOST, class Key>
 __device__ __forceinline__ u32 select_largest(Key key_of, u32 count, u32 wanted, u32* out, Work& work) {
     const u32 thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+    const u32 run = (count + THREADS - 1) / THREADS * 32, begin = warp * run;
+    // Beyond the last index a key that is never kept.
+    const auto ask = [&](u32 k) {
+        const u32 i = begin + 32 * k + lane;
+        return 32 * k < run && i < count ? key_of(i) : 0;
+    };
+    constexpr bool HOLDS = MOST <= HELD;
+    constexpr u32 UNROLL = HOLDS ? MOST : 1;
+    u32 held[HOLDS ? MOST : 1];
+    if (HOLDS) {
+#pragma unroll
+        for (u32 k = 0; k < MOST; k++) held[HOLDS ? k : 0] = ask(k);
+    }
+    const auto key_at = [&](u32 k) { return HOLDS ? held[HOLDS ? k : 0] : ask(k); };
+    const u32 steps = run / 32;
     u32 least = 0, left = wanted;
 #pragma unroll 1
     for (u32 digit = 0; digit < 3; digit++) {
         // The digit's place, and the bits above it, which a key must share with the threshold.
         const u32 shift = digit == 0 ? 21 : digit == 1 ? 10 : 0, mask = digit == 2 ? 1023 : 2047;
         const u32 known = digit == 0 ? 0 : 0xffffffffu << (digit == 1 ? 21 : 10);
-        for (u32 i = thread; i < BINS; i += THREADS) work.bins[i] = 0;
+        u32* const bins = work.bins[lane % COPIES];
+        for (u32 i = thread; i < COPIES * BINS; i += THREADS) work.bins[i / BINS][i % BINS] = 0;
         __syncthreads();
-        for (u32 i = thread; i < count; i += THREADS) {
-            const u32 key = key_of(i);
-            if ((key & known) == (least & known)) atomicAdd(&work.bins[key >> shift & mask], 1u);
+#pragma unroll UNROLL
+        for (u32 k = 0; k < MOST; k++) {
+            if (k < steps) {
+                const u32 key = key_at(k);
+                const bool counts = begin + 32 * k + lane < count && (key & known) == (least & known);
+                if (counts) atomicAdd(bins + (key >> shift & mask), 1u);
+            }
         }
         __syncthreads();
         find_bin(work, left, thread);
@@ -92,13 +118,16 @@ __device__ __forceinline__ u32 select_largest(Key key_of, u32 count, u32 wanted,
         equal_left = 0xffffffffu;
     }
 
-    // A warp has a run of indices: first it counts, then, knowing the counts of those before it, it writes.
-    const u32 run = (count + THREADS - 1) / THREADS * 32, begin = min(warp * run, count), end = min(begin + run, count);
+    // First a warp counts, then, knowing the counts of those before it, it writes.
     u32 above = 0, equal = 0;
-    for (u32 first = begin; first < end; first += 32) {
-        const u32 key = first + lane < end ? key_of(first + lane) : 0;
-        above += __popc(__ballot_sync(WARP, key > least));
-        equal += __popc(__ballot_sync(WARP, key == least));
+#pragma unroll UNROLL
+    for (u32 k = 0; k < MOST; k++) {
+        // The same for all lanes.
+        if (k < steps) {
+            const u32 key = key_at(k);
+            above += __popc(__ballot_sync(WARP, key > least));
+            equal += __popc(__ballot_sync(WARP, key == least));
+        }
     }
     if (lane == 0) work.above[warp] = above, work.equal[warp] = equal;
     __syncthreads();
@@ -115,15 +144,18 @@ __device__ __forceinline__ u32 select_largest(Key key_of, u32 count, u32 wanted,
     __syncthreads();
     u32 written = work.above[warp], equal_seen = work.equal[warp];
     const u32 before = (1u << lane) - 1, kept_all = work.left;
-    for (u32 first = begin; first < end; first += 32) {
-        const u32 i = first + lane, key = i < end ? key_of(i) : 0;
-        const u32 is_equal = __ballot_sync(WARP, key == least);
-        const bool in_time = equal_seen + __popc(is_equal & before) < equal_left;
-        const bool kept = key > least || (key == least && in_time);
-        const u32 keeps = __ballot_sync(WARP, kept);
-        if (kept) out[written + __popc(keeps & before)] = i;
-        written += __popc(keeps);
-        equal_seen += __popc(is_equal);
+#pragma unroll UNROLL
+    for (u32 k = 0; k < MOST; k++) {
+        if (k < steps) {
+            const u32 key = key_at(k);
+            const u32 is_equal = __ballot_sync(WARP, key == least);
+            const bool in_time = equal_seen + __popc(is_equal & before) < equal_left;
+            const bool kept = key > least || (key == least && in_time);
+            const u32 keeps = __ballot_sync(WARP, kept);
+            if (kept) out[written + __popc(keeps & before)] = begin + 32 * k + lane;
+            written += __popc(keeps);
+            equal_seen += __popc(is_equal);
+        }
     }
     __syncthreads();
     return kept_all;
@@ -205,7 +237,7 @@ top_k(const float* scores, const RowInfo* rows, u32* selected, u32* counts, u32*
         __syncthreads();
         const auto block_key = [&](u32 b) { return block_keys[b]; };
         const u32 count =
-            select_largest(block_key, row.blocks, shape.blocks_max, blocks + row.index * shape.blocks_max, work);
+            select_largest<HELD>(block_key, row.blocks, shape.blocks_max, blocks + row.index * shape.blocks_max, work);
         if (thread == 0) block_counts[row.index] = count;
     } else if (shape.mode == 1 && thread == 0) {
         block_counts[row.index] = ALL_BLOCKS;
@@ -215,7 +247,7 @@ top_k(const float* scores, const RowInfo* rows, u32* selected, u32* counts, u32*
         for (u32 i = thread; i < row.seen; i += THREADS) out[i] = i;
     } else {
         const u32 most = min(shape.top_k, row.entries);
-        kept = most == 0 ? 0 : select_largest([&](u32 i) { return keys[i]; }, row.entries, most, out, work);
+        kept = most == 0 ? 0 : select_largest<HELD>([&](u32 i) { return keys[i]; }, row.entries, most, out, work);
         for (u32 i = thread; i < kept; i += THREADS) out[i] = entry_of(row, out[i], shape.block_size);
     }
     if (thread == 0) counts[row.index] = kept;
@@ -240,7 +272,8 @@ top_k_parts(const float* scores, const RowInfo* rows, const u32* lists, const u3
     }
     // Indices first, where there is room: each then becomes a pair.
     u32* indices = keys + shape.part;
-    const u32 count = select_largest([&](u32 i) { return keys[i]; }, end - first, min(shape.top_k, end - first), indices, work);
+    const u32 most = min(shape.top_k, end - first);
+    const u32 count = select_largest<HELD>([&](u32 i) { return keys[i]; }, end - first, most, indices, work);
     uint2* to = kept + (u64)blockIdx.x * shape.top_k;
     for (u32 i = threadIdx.x; i < count; i += THREADS) {
         uint2 pair;
@@ -266,7 +299,7 @@ top_k_merge(const RowInfo* rows, const uint2* kept, const u32* kept_counts, cons
         const u32* block_keys = part_block_keys + tile_row * ((shape.stride + shape.block_size - 1) / shape.block_size);
         const auto block_key = [&](u32 b) { return block_keys[b]; };
         const u32 count =
-            select_largest(block_key, row.blocks, shape.blocks_max, blocks + row.index * shape.blocks_max, work);
+            select_largest<HELD>(block_key, row.blocks, shape.blocks_max, blocks + row.index * shape.blocks_max, work);
         if (thread == 0) block_counts[row.index] = count;
     } else if (shape.mode == 1 && thread == 0) {
         block_counts[row.index] = ALL_BLOCKS;
@@ -289,7 +322,7 @@ top_k_merge(const RowInfo* rows, const uint2* kept, const u32* kept_counts, cons
         }
         __syncthreads();
         const u32 most = min(shape.top_k, total);
-        here = most == 0 ? 0 : select_largest([&](u32 i) { return keys[i]; }, total, most, out, work);
+        here = most == 0 ? 0 : select_largest<2 * HELD>([&](u32 i) { return keys[i]; }, total, most, out, work);
         // Back to where each came from: the last part that begins at or before it.
         for (u32 i = thread; i < here; i += THREADS) {
             const u32 at = out[i];
