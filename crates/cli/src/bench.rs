@@ -1,6 +1,7 @@
-//! `bench`: speed and laws. `decode` times prompt rows and reply rows of the model itself, drafted and not; `evaluate`
-//! answers a dataset of prompts with expected replies and counts; `concurrent`, `cache` and `serve` ask a server; `soak`
-//! loads one for minutes, kills it on the way and compares every reply.
+//! `bench`: speed and laws. `decode` times prompt rows and reply rows of the model itself, drafted and not; `slice` times
+//! layers of the release's size without a checkpoint; `evaluate` answers a dataset of prompts with expected replies and
+//! counts; `concurrent`, `cache` and `serve` ask a server; `soak` loads one for minutes, kills it on the way and compares
+//! every reply.
 
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
@@ -13,14 +14,16 @@ use tf_model::deepseek_v41::{DeepseekV41, Options};
 
 use crate::arguments::{Arguments, Mistakes};
 use crate::build;
+use crate::device;
 use crate::evaluate;
 use crate::failure::{Failure, print};
 use crate::load::{self, Checked};
 use crate::measure;
 use crate::options::Environment;
+use crate::slice;
 use crate::soak;
 
-const SUBCOMMANDS: &str = "decode, evaluate, concurrent, cache, serve, soak, compare";
+const SUBCOMMANDS: &str = "decode, slice, evaluate, concurrent, cache, serve, soak, compare";
 
 pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failure> {
     crate::logs::start(arguments);
@@ -33,6 +36,13 @@ pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failu
     if subcommand == "compare" {
         return compare(&arguments, format);
     }
+    if subcommand == "slice" {
+        if let Some(word) = arguments.positionals.first() {
+            return Err(Mistakes(vec![format!("{word:?} is one argument too many: a slice needs no model")]).into());
+        }
+        let record = slice::run(&arguments, &device::open(&arguments)?)?;
+        return show(&arguments, format, &record, &slice::picture(&record));
+    }
     let (located, rest) = load::located(&arguments, environment, false)?;
     if let Some(word) = rest.first() {
         return Err(Mistakes(vec![format!("{word:?} is one argument too many")]).into());
@@ -42,12 +52,14 @@ pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failu
         "evaluate" => evaluate::run(&arguments, &load::checked(&located, &arguments)?)?,
         "concurrent" | "cache" | "serve" => measure::run(&subcommand, &arguments, &located)?,
         "soak" => soak::run(&arguments, &located, environment)?,
-        "slice" => {
-            return Err(Failure::run_time(format!("bench {subcommand} is not built yet; {SUBCOMMANDS} are")));
-        }
         "" => return Err(Mistakes(vec![format!("bench needs a subcommand: {SUBCOMMANDS}")]).into()),
         other => return Err(Mistakes(vec![format!("bench {other} is unknown: {SUBCOMMANDS}")]).into()),
     };
+    show(&arguments, format, &record, "")
+}
+
+/// Writes the record, prints it with `picture` below, and fails where a check fails.
+fn show(arguments: &Arguments, format: Format, record: &Record, picture: &str) -> Result<(), Failure> {
     if let Some(file) = arguments.text("output") {
         let partial = format!("{file}.partial");
         std::fs::write(&partial, record.print(Format::Json))
@@ -55,6 +67,9 @@ pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failu
             .map_err(|error| Failure::run_time(format!("{file} can't be written: {error}")))?;
     }
     print(&record.print(format))?;
+    if format == Format::Table {
+        print(picture)?;
+    }
     match record.passes() {
         Some(false) if matches!(format, Format::Json | Format::Csv) => {
             Err(Failure { code: 1, text: record.verdict().trim().to_owned() })
@@ -88,7 +103,7 @@ pub fn record(command: &str, checked: &Checked, options: &Options, extra: &[(&st
         version: build::VERSION.to_owned(),
         commit: build::COMMIT.to_owned(),
         model: format!("{} {}", checked.name, checked.fingerprint),
-        device: format!("cpu {} {}, {} threads", std::env::consts::ARCH, options.level.name(), options.threads),
+        device: device::name(&checked.device, options),
         options: settings.iter().chain(extra).map(owned).collect(),
         rows: Vec::new(),
         replies: Vec::new(),

@@ -8,7 +8,10 @@ pub const COMMIT: &str = env!("TF_BUILD_COMMIT");
 /// Digest of the sources that decide a bit of a kept state.
 pub const SOURCES: &str = env!("TF_BUILD_SOURCES");
 /// Backends that this build can run on.
+#[cfg(not(feature = "cuda"))]
 pub const BACKENDS: &[&str] = &["cpu"];
+#[cfg(feature = "cuda")]
+pub const BACKENDS: &[&str] = &["cpu", "cuda"];
 
 /// One line for `--version`.
 pub fn text() -> String {

@@ -17,6 +17,7 @@ use tf_text::tokenizer::Tokenizer;
 
 use crate::arguments::Arguments;
 use crate::build;
+use crate::device;
 use crate::failure::Failure;
 use crate::inspect::Inspection;
 use crate::locate::{Located, is_model, locate};
@@ -37,6 +38,8 @@ pub struct Checked {
     pub fingerprint: String,
     pub generation: GenerationConfig,
     pub loading: Loading,
+    /// Where the model runs.
+    pub device: Device,
 }
 
 /// The model named by the first argument, by `--model`, or the built-in one. With `is_first_word` the first argument
@@ -76,6 +79,7 @@ pub fn checked(located: &Located, arguments: &Arguments) -> Result<Checked, Fail
     else {
         return Err(Failure::run_time(format!("{} could not be judged; `tensorfold info` says more", located.name)));
     };
+    let device = device::open(arguments)?;
     let generation = checkpoint.generation_config().map_err(|error| Failure::run_time(error.to_string()))?;
     Ok(Checked {
         name: located.name.clone(),
@@ -83,17 +87,18 @@ pub fn checked(located: &Located, arguments: &Arguments) -> Result<Checked, Fail
         tokenizer: Arc::new(tokenizer),
         shape,
         hash,
-        fingerprint: identity(&fingerprint.to_string()),
+        fingerprint: identity(&fingerprint.to_string(), &device::identity(&device)),
         generation,
         loading,
+        device,
     })
 }
 
 /// Digest of checkpoint, numeric mode, backend and build: equal fingerprints promise equal replies. The CPU's level and
 /// the number of threads are not part of it, since no bit depends on them.
-fn identity(checkpoint: &str) -> String {
+fn identity(checkpoint: &str, backend: &str) -> String {
     let mut digest = Sha256::new();
-    for part in [checkpoint, "release", "cpu", build::VERSION, build::COMMIT] {
+    for part in [checkpoint, "release", backend, build::VERSION, build::COMMIT] {
         digest.update((part.len() as u64).to_le_bytes());
         digest.update(part);
     }
@@ -109,9 +114,8 @@ impl Checked {
     pub fn model(&self, options: Options) -> Result<DeepseekV41, Failure> {
         let progress = Progress::new(&self.name);
         let report = |done: LoadProgress| progress.report(done);
-        let weights =
-            Weights::load(Arc::clone(&self.checkpoint), &self.shape, &Device::cpu(), options.threads, &report)
-                .map_err(|error| Failure::run_time(error.to_string()))?;
+        let weights = Weights::load(Arc::clone(&self.checkpoint), &self.shape, &self.device, options.threads, &report)
+            .map_err(|error| Failure::run_time(error.to_string()))?;
         progress.finish();
         DeepseekV41::new(self.shape.clone(), weights, self.hash.clone(), options)
             .map_err(|error| Failure::run_time(error.to_string()))
@@ -123,7 +127,7 @@ impl Checked {
         Identity {
             version: build::VERSION.to_owned(),
             commit: build::COMMIT.to_owned(),
-            backend: "cpu".to_owned(),
+            backend: device::backend(&self.device).to_owned(),
             numerics: "release".to_owned(),
             fingerprint: self.fingerprint.clone(),
             created,
@@ -189,9 +193,10 @@ mod tests {
 
     #[test]
     fn a_fingerprint_names_the_checkpoint() {
-        let one = identity("a");
+        let one = identity("a", "cpu");
         assert!(one.starts_with("tf-") && one.len() == 19, "{one}");
-        assert_eq!(one, identity("a"));
-        assert_ne!(one, identity("b"));
+        assert_eq!(one, identity("a", "cpu"));
+        assert_ne!(one, identity("b", "cpu"));
+        assert_ne!(one, identity("a", "cuda"), "another backend has other bits");
     }
 }

@@ -6,6 +6,7 @@ mod bench;
 mod build;
 mod contract;
 mod demo;
+mod device;
 mod disk;
 mod evaluate;
 mod failure;
@@ -27,6 +28,7 @@ mod resolve;
 mod run;
 mod selftest;
 mod serve;
+mod slice;
 mod soak;
 
 use std::process::ExitCode;

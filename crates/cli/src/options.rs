@@ -418,6 +418,11 @@ const SELFTEST: &[Command] = &[Command::Selftest];
 const BENCH: &[Command] = &[Command::Bench];
 const PULL: &[Command] = &[Command::Pull];
 
+#[cfg(not(feature = "cuda"))]
+const BACKEND: Kind = Kind::Choice { built: &["auto", "cpu"], later: &["cuda", "metal"] };
+#[cfg(feature = "cuda")]
+const BACKEND: Kind = Kind::Choice { built: &["auto", "cpu", "cuda"], later: &["metal"] };
+
 const ONE_DEVICE: &str = "it has no effect on the cpu backend";
 
 use Section as S;
@@ -541,7 +546,7 @@ pub const OPTIONS: &[OptionSpec] = &[
     option("cache-dir-min-free", Kind::Size, S::PrefixCache, SERVE, DefaultValue::Is("4GiB"),
         "disk space that the tier leaves free"),
 
-    option("backend", Kind::Choice { built: &["auto", "cpu"], later: &["cuda", "metal"] }, S::Devices, COMPUTES, DefaultValue::Is("auto"),
+    option("backend", BACKEND, S::Devices, COMPUTES, DefaultValue::Is("auto"),
         "an absent one is an error, never a silent CPU run").also(&[same("--device")]),
     option("devices", Kind::List, S::Devices, LOADS, NONE,
         "indices of the devices to use").also(&[same("-dev")]).later(ONE_DEVICE),
@@ -629,7 +634,11 @@ pub const OPTIONS: &[OptionSpec] = &[
     option("same-prompt", Kind::Switch, S::Command, BENCH, OFF, "all prompts alike"),
     option("prompt", Kind::List, S::Command, BENCH, DefaultValue::Says("512,2048"), "decode: prompt lengths"),
     option("tokens", count(1, 1 << 20), S::Command, BENCH, DefaultValue::Says("by subcommand"), "reply tokens"),
-    option("rows", Kind::List, S::Command, BENCH, DefaultValue::Says("1,4,16"), "decode: rows a round"),
+    option("rows", Kind::List, S::Command, BENCH, DefaultValue::Says("by subcommand"), "decode, slice: rows a round"),
+    option("layers", count(1, 1024), S::Command, BENCH, DefaultValue::Says("16, on the CPU 1"), "slice: layers"),
+    option("first-layer", count(0, 1024), S::Command, BENCH, DefaultValue::Is("20"), "slice: the release's layer that is the first"),
+    option("prefill", Kind::List, S::Command, BENCH, DefaultValue::Says("2048,8192, on the CPU 64"), "slice: rows of a prompt chunk"),
+    option("laws", Kind::List, S::Command, BENCH, DefaultValue::Says("L0,L4, on the CPU L4"), "slice: laws to show on it; none is none"),
     option("reps", count(1, 10_000), S::Command, BENCH, DefaultValue::Says("by subcommand"), "repetitions"),
     option("requests", count(1, 1 << 20), S::Command, BENCH, DefaultValue::Is("16"), "serve: requests"),
     option("concurrency", count(1, 1024), S::Command, BENCH, DefaultValue::Is("4"), "serve: requests at once"),

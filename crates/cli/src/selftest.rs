@@ -5,7 +5,6 @@ use std::time::Instant;
 
 use serde_json::json;
 use sha2::{Digest, Sha256};
-use tf_device::Device;
 use tf_model::deepseek_v41::Fault;
 use tf_model::deepseek_v41::laws::{Extent, LAWS, Law, Subject};
 use tf_model::deepseek_v41::load::Weights;
@@ -36,7 +35,7 @@ pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failu
     let weights = Weights::load(
         std::sync::Arc::clone(&checked.checkpoint),
         &checked.shape,
-        &Device::cpu(),
+        &checked.device,
         options.threads,
         &|_| {},
     )
@@ -86,12 +85,13 @@ pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failu
     let digest = hex(&total.finalize());
     let line = match is_json {
         true => json!({"passed": passed, "failed": failed, "not_applicable": skipped, "model": checked.name,
-            "fingerprint": checked.fingerprint, "backend": "cpu", "digest": digest})
+            "fingerprint": checked.fingerprint, "backend": crate::device::backend(&checked.device), "digest": digest})
         .to_string(),
         false => format!(
-            "{}: {passed} passed, {failed} failed, {skipped} not applicable; {} on cpu; digest {digest}",
+            "{}: {passed} passed, {failed} failed, {skipped} not applicable; {} on {}; digest {digest}",
             if failed == 0 { "PASS" } else { "FAIL" },
-            checked.name
+            checked.name,
+            crate::device::backend(&checked.device)
         ),
     };
     print(&format!("{line}\n"))?;

@@ -4,6 +4,7 @@
 //! bit for bit (a NaN equals every NaN). Sizes are those of the tiny, the demo and the release model.
 
 mod cases;
+mod draws;
 
 use std::fmt;
 use tf_device::{Buffer, Device, LaunchError, Queue};
@@ -115,6 +116,8 @@ struct Case {
     run: Run,
     /// Bytes that the launch must move at least.
     moved_bytes: usize,
+    /// Whether the launch waits for results of its own, so that no graph can hold it.
+    waits: bool,
 }
 
 /// What a case gave.
@@ -168,10 +171,38 @@ pub fn check(
     timer: Option<Timer<'_>>,
     say: &mut dyn FnMut(&Outcome),
 ) -> Result<(), LaunchError> {
+    check_all(cases::ALL, device, queue, sizes, row_counts, (only, timer), say)
+}
+
+/// As [`check`], for the draw and the draft head, whose host side waits for tokens; at the release's whole vocabulary.
+///
+/// # Errors
+/// As [`check`].
+pub fn check_draws(
+    device: &Device,
+    queue: &mut Queue,
+    sizes: Sizes,
+    row_counts: &[usize],
+    only: Option<&str>,
+    timer: Option<Timer<'_>>,
+    say: &mut dyn FnMut(&Outcome),
+) -> Result<(), LaunchError> {
+    check_all(draws::ALL, device, queue, sizes, row_counts, (only, timer), say)
+}
+
+fn check_all(
+    makes: &[cases::Make],
+    device: &Device,
+    queue: &mut Queue,
+    sizes: Sizes,
+    row_counts: &[usize],
+    (only, timer): (Option<&str>, Option<Timer<'_>>),
+    say: &mut dyn FnMut(&Outcome),
+) -> Result<(), LaunchError> {
     let threads = std::thread::available_parallelism().map_or(1, |threads| threads.get());
     let mut host = Queue::cpu(threads, Level::best());
     for &rows in row_counts {
-        for make in cases::ALL {
+        for make in makes {
             for case in make(sizes, rows, host.threads()) {
                 if only.is_some_and(|only| !case.family.contains(only)) {
                     continue;
@@ -217,9 +248,15 @@ fn run(
         };
         compare(&mut outcome, index, is_float, &found.to_vec::<u8>()?, wanted.view());
     }
-    if let Some(timer) = timer {
-        outcome.microseconds = Some(timer(queue, &mut |queue| (case.run)(queue, &mut found))?);
-    }
+    outcome.microseconds = match timer {
+        None => None,
+        Some(_) if case.waits => {
+            let started = std::time::Instant::now();
+            (case.run)(queue, &mut found)?;
+            Some(1e6 * started.elapsed().as_secs_f64())
+        }
+        Some(timer) => Some(timer(queue, &mut |queue| (case.run)(queue, &mut found))?),
+    };
     Ok(outcome)
 }
 

@@ -45,6 +45,22 @@ impl Buffer {
         Ok(buffer)
     }
 
+    /// A second buffer with the same bytes, on the same device and without guards.
+    ///
+    /// # Errors
+    /// As [`Buffer::zeroed`].
+    pub fn duplicate(&self) -> Result<Buffer, LaunchError> {
+        let mut copy = Buffer::zeroed(&self.device(), self.len_bytes())?;
+        match (self, &mut copy) {
+            (Buffer::Cpu(from), Buffer::Cpu(to)) => to.view_mut::<u8>().copy_from_slice(from.view()),
+            (Buffer::Gpu(from), Buffer::Gpu(to)) if from.len_bytes() > 0 => {
+                from.driver().copy(from.span(0, from.len_bytes()), to.span(0, from.len_bytes()))?;
+            }
+            (Buffer::Cpu(_) | Buffer::Gpu(_), _) => {}
+        }
+        Ok(copy)
+    }
+
     /// `bytes` zero bytes between two watched guards: what the kernel contract hands to a launch.
     ///
     /// # Errors

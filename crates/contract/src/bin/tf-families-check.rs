@@ -9,7 +9,7 @@ use anyhow::{Context, Result, bail};
 use serde_json::json;
 use std::io::Write;
 use std::sync::OnceLock;
-use tf_contract::families::{DEMO, Outcome, RELEASE, Sizes, TINY, Timer, check};
+use tf_contract::families::{DEMO, Outcome, RELEASE, Sizes, TINY, Timer, check, check_draws};
 use tf_device::cuda::{CudaError, Gpu, device};
 use tf_device::{Device, LaunchError, Queue};
 
@@ -67,10 +67,13 @@ fn main() -> Result<()> {
         check(&device, &mut queue, TINY, &[1, 2, 3, 5, 8, 9, 16, 33, 70], only, None, &mut say)?;
         check(&device, &mut queue, DEMO, &[1, 5, 17, 64], only, None, &mut say)?;
         check(&device, &mut queue, RELEASE, &[1, 4, 17], only, None, &mut say)?;
+        check_draws(&device, &mut queue, TINY, &[1, 9], only, None, &mut say)?;
+        check_draws(&device, &mut queue, RELEASE, &[1, 6, 40], only, None, &mut say)?;
     }
     if has("time") {
         let timer: Timer<'_> = &time;
         check(&device, &mut queue, RELEASE, &[1, 6, 16, 128], only, Some(timer), &mut say)?;
+        check_draws(&device, &mut queue, RELEASE, &[1, 6, 64], only, Some(timer), &mut say)?;
         let index = only.unwrap_or("index_score");
         check(&device, &mut queue, LONG, &[1], Some(index), Some(timer), &mut say)?;
     }

@@ -20,25 +20,25 @@ const EPS: f32 = 1e-20;
 const WINDOW_ROWS: usize = 6;
 
 /// Numbers from a counter.
-struct Random(u64);
+pub(super) struct Random(pub u64);
 
 impl Random {
-    fn word(&mut self) -> u32 {
+    pub fn word(&mut self) -> u32 {
         self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         (self.0 >> 33) as u32
     }
 
-    fn below(&mut self, bound: usize) -> usize {
+    pub fn below(&mut self, bound: usize) -> usize {
         self.word() as usize % bound
     }
 
     /// In `-scale..scale`.
-    fn floats(&mut self, count: usize, scale: f32) -> Vec<f32> {
+    pub fn floats(&mut self, count: usize, scale: f32) -> Vec<f32> {
         (0..count).map(|_| ((self.word() >> 7) as f32 / 8_388_608.0 - 1.0 + 1e-4) * scale).collect()
     }
 
     /// As `floats`, rounded to bf16.
-    fn bf16(&mut self, count: usize, scale: f32) -> Vec<f32> {
+    pub fn bf16(&mut self, count: usize, scale: f32) -> Vec<f32> {
         self.floats(count, scale).into_iter().map(tf_numerics::bf16::round).collect()
     }
 
@@ -57,16 +57,16 @@ impl Random {
     }
 }
 
-fn bytes<T: Plain>(values: &[T]) -> Vec<u8> {
+pub(super) fn bytes<T: Plain>(values: &[T]) -> Vec<u8> {
     bytes_of(values).to_vec()
 }
 
-fn zeros(count: usize) -> Vec<u8> {
+pub(super) fn zeros(count: usize) -> Vec<u8> {
     vec![0; 4 * count]
 }
 
 fn case(family: &'static str, rows: usize, buffers: Vec<(Role, Vec<u8>)>, moved_bytes: usize, run: Run) -> Case {
-    Case { family, rows, buffers, run, moved_bytes }
+    Case { family, rows, buffers, run, moved_bytes, waits: false }
 }
 
 /// Rows of windows of sequences of their own, all after `context` positions.

@@ -94,6 +94,14 @@ impl Weights {
         Ok(Weights { rows, columns, dtype: Dtype::Bf16, values })
     }
 
+    /// The same weight in memory of its own, on the same device.
+    ///
+    /// # Errors
+    /// [`LaunchError::Memory`] or [`LaunchError::DeviceMemory`].
+    pub fn duplicate(&self) -> Result<Weights, LaunchError> {
+        Ok(Weights { rows: self.rows, columns: self.columns, dtype: self.dtype, values: self.values.duplicate()? })
+    }
+
     /// The checkpoint's bytes again. On the CPU.
     pub fn unpack(&self) -> Vec<u8> {
         match self.dtype {

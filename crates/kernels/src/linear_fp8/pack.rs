@@ -79,6 +79,15 @@ impl Weights {
         Ok(Weights { rows, columns, codes, scales })
     }
 
+    /// The same weight in memory of its own, on the same device.
+    ///
+    /// # Errors
+    /// [`LaunchError::Memory`] or [`LaunchError::DeviceMemory`].
+    pub fn duplicate(&self) -> Result<Weights, LaunchError> {
+        let (codes, scales) = (self.codes.duplicate()?, self.scales.duplicate()?);
+        Ok(Weights { rows: self.rows, columns: self.columns, codes, scales })
+    }
+
     /// The checkpoint's bytes again: the weight and its scale. On the CPU.
     pub fn unpack(&self) -> (Vec<u8>, Vec<u8>) {
         let rows = self.codes.u8().chunks_exact(self.stride());

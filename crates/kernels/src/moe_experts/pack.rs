@@ -4,7 +4,7 @@ use super::{COLUMNS_MAX, pack_cuda};
 use crate::linear_fp8;
 use crate::pack::{PackError, check_length, check_multiple, check_scales};
 use tf_device::gpu::Backend;
-use tf_device::{Buffer, Device, LaunchError};
+use tf_device::{Buffer, Device, LaunchError, Queue};
 
 /// Weights that share one scale, along a row.
 pub(crate) const GROUP: usize = 32;
@@ -105,6 +105,49 @@ impl Weights {
         Ok(weights)
     }
 
+    /// `count` experts of which the first are `distinct` and the others their copies in turn, each in memory of its own:
+    /// for measurements, which need the addresses and not the values.
+    ///
+    /// # Errors
+    /// As [`Weights::new`]; [`LaunchError::Shape`] without a distinct one.
+    pub fn repeated(mut distinct: Vec<Expert>, count: usize, shared: Shared) -> Result<Weights, LaunchError> {
+        let kinds = distinct.len();
+        LaunchError::check_shape("the distinct experts", kinds, kinds.max(1))?;
+        let device = shared.w1.buffers().0.device();
+        let Device::Gpu(gpu) = &device else {
+            for index in kinds..count {
+                let copy = distinct[index % kinds].duplicate()?;
+                distinct.push(copy);
+            }
+            distinct.truncate(count);
+            return Weights::new(distinct, shared);
+        };
+        let mut weights = Weights::new(distinct, shared)?;
+        let mut queue = Queue::gpu(gpu);
+        for part in &mut weights.parts {
+            let bytes = part.len_bytes() / kinds;
+            let mut all = Buffer::zeroed(&device, bytes * count)?;
+            for index in 0..count {
+                queue.copy(part, index % kinds * bytes, &mut all, index * bytes, bytes)?;
+            }
+            *part = all;
+        }
+        let (hidden, intermediate) = (weights.hidden(), weights.intermediate());
+        weights.experts.clear();
+        weights.experts.extend((0..count).map(|_| Expert { hidden, intermediate, held: Held::Parts(Vec::new()) }));
+        Ok(weights)
+    }
+
+    /// The same experts in memory of their own, on the same device.
+    ///
+    /// # Errors
+    /// [`LaunchError::Memory`] or [`LaunchError::DeviceMemory`].
+    pub fn duplicate(&self) -> Result<Weights, LaunchError> {
+        let experts = self.experts.iter().map(Expert::duplicate).collect::<Result<_, _>>()?;
+        let parts = self.parts.iter().map(Buffer::duplicate).collect::<Result<_, _>>()?;
+        Ok(Weights { experts, shared: self.shared.duplicate()?, parts })
+    }
+
     /// On a GPU: each part of all experts.
     pub(crate) fn parts(&self) -> &[Buffer] {
         &self.parts
@@ -141,6 +184,10 @@ impl Weights {
 }
 
 impl Shared {
+    fn duplicate(&self) -> Result<Shared, LaunchError> {
+        Ok(Shared { w1: self.w1.duplicate()?, w3: self.w3.duplicate()?, w2: self.w2.duplicate()? })
+    }
+
     pub fn bytes(&self) -> usize {
         self.w1.bytes() + self.w3.bytes() + self.w2.bytes()
     }
@@ -190,6 +237,15 @@ impl Expert {
         let mut buffer = Buffer::zeroed(device, total)?;
         pack_matrices(buffer.u8_mut(), bytes, hidden, intermediate)?;
         Ok(Expert { hidden, intermediate, held: Held::Cpu(buffer) })
+    }
+
+    /// The same expert in memory of its own.
+    fn duplicate(&self) -> Result<Expert, LaunchError> {
+        let held = match &self.held {
+            Held::Cpu(buffer) => Held::Cpu(buffer.duplicate()?),
+            Held::Parts(parts) => Held::Parts(parts.clone()),
+        };
+        Ok(Expert { hidden: self.hidden, intermediate: self.intermediate, held })
     }
 
     /// The checkpoint's bytes again, in the order of [`ExpertBytes`]. On the CPU.

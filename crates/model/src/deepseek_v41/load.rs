@@ -27,9 +27,17 @@ pub struct Weights {
     pub head: linear_bf16::Weights,
     pub layers: Vec<Layer>,
     pub draft: Draft,
-    engram: Vec<[String; 2]>,
-    checkpoint: Arc<Checkpoint>,
-    device: Device,
+    pub(super) engram: EngramTables,
+    pub(super) device: Device,
+}
+
+/// Where the n-gram tables lie.
+#[derive(Debug)]
+pub(super) enum EngramTables {
+    /// The names of weight and scale in a mapped checkpoint.
+    Mapped { checkpoint: Arc<Checkpoint>, names: Vec<[String; 2]> },
+    /// Codes and scales of each table.
+    Owned(Vec<[Vec<u8>; 2]>),
 }
 
 /// A backbone layer or a draft block.
@@ -195,27 +203,39 @@ impl Weights {
         let blocks = layers.split_off(shape.num_hidden_layers);
         let draft = loader.draft(blocks)?;
         let table = |layer: &usize| ["weight", "scale"].map(|part| format!("layers.{layer}.engram.embed.{part}"));
-        let engram = shape.engram_layer_ids.iter().map(table).collect();
-        Ok(Weights { embed, norm, head, layers, draft, engram, checkpoint, device: device.clone() })
+        let names = shape.engram_layer_ids.iter().map(table).collect();
+        let engram = EngramTables::Mapped { checkpoint, names };
+        Ok(Weights { embed, norm, head, layers, draft, engram, device: device.clone() })
     }
 
-    /// The n-gram table of an Engram layer, mapped.
+    /// The n-gram table of an Engram layer.
     ///
     /// # Panics
     /// When `engram_index` isn't one of the shape's Engram layers.
     pub fn engram_table(&self, engram_index: usize) -> EngramTable<'_> {
-        let [codes, scales] = &self.engram[engram_index];
-        let bound = |name: &String| self.checkpoint.view(name).expect("bound when the weights were loaded").bytes;
-        EngramTable { codes: bound(codes), scales: bound(scales) }
+        match &self.engram {
+            EngramTables::Mapped { checkpoint, names } => {
+                let [codes, scales] = &names[engram_index];
+                let bound = |name: &String| checkpoint.view(name).expect("bound when the weights were loaded").bytes;
+                EngramTable { codes: bound(codes), scales: bound(scales) }
+            }
+            EngramTables::Owned(tables) => {
+                let [codes, scales] = &tables[engram_index];
+                EngramTable { codes, scales }
+            }
+        }
+    }
+
+    fn engram_count(&self) -> usize {
+        match &self.engram {
+            EngramTables::Mapped { names, .. } => names.len(),
+            EngramTables::Owned(tables) => tables.len(),
+        }
     }
 
     /// Where the packed weights are.
     pub fn device(&self) -> &Device {
         &self.device
-    }
-
-    pub fn checkpoint(&self) -> &Arc<Checkpoint> {
-        &self.checkpoint
     }
 
     /// Bytes that the packed weights hold, by part.
@@ -236,7 +256,7 @@ impl Weights {
         let draft = &self.draft;
         let buffers = [&draft.main_norm, &draft.norm, &draft.markov_embed, &draft.markov_head, &draft.confidence];
         bytes.draft += draft.main_proj.bytes() as u64 + sum_bytes(&buffers);
-        for index in 0..self.engram.len() {
+        for index in 0..self.engram_count() {
             let table = self.engram_table(index);
             bytes.engram_mapped += (table.codes.len() + table.scales.len()) as u64;
         }
@@ -256,7 +276,7 @@ impl Hyper {
 
 impl Layer {
     /// Everything but the experts.
-    fn dense_bytes(&self) -> u64 {
+    pub(super) fn dense_bytes(&self) -> u64 {
         let attention = &self.attention;
         let linears = [&attention.wq_a, &attention.wq_b, &attention.wkv, &attention.wo_a, &attention.wo_b];
         let mut bytes: u64 = linears.iter().map(|weights| weights.bytes() as u64).sum();
@@ -674,7 +694,7 @@ mod tests {
     #[test]
     fn packed_weights_are_the_checkpoint_bit_for_bit() {
         let (_, weights, _) = load(&folder(GOLDEN), 3).unwrap();
-        let checkpoint = weights.checkpoint().clone();
+        let checkpoint = Checkpoint::open(&folder(GOLDEN)).unwrap();
         let bytes = |name: &str| checkpoint.view(name).unwrap().bytes;
         for layer in [0, 2, 11] {
             let stem = format!("layers.{layer}.attn.wo_a");

@@ -270,7 +270,7 @@ impl DeepseekV41 {
     }
 
     /// Runs all layers over the plan's rows; on return `drawn_rows` names the rows of `scratch.normed` to be drawn.
-    fn run(&mut self, plan: &RoundPlan) -> Result<(), StepError> {
+    pub(super) fn run(&mut self, plan: &RoundPlan) -> Result<(), StepError> {
         if let Some(failure) = &self.failure {
             return Err(failure.clone().into());
         }
