@@ -3,6 +3,7 @@
 use crate::{Element, LaunchError};
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Alignment of every buffer: one cache line, one 512-bit vector.
 const ALIGNMENT: usize = 64;
@@ -11,6 +12,8 @@ const GUARD_BYTES: usize = 256;
 const _: () = assert!(GUARD_BYTES.is_multiple_of(ALIGNMENT));
 /// From this size on memory comes straight from the system, whose pages are zero and appear on first touch.
 const MAPPED_FROM_BYTES: usize = 1 << 20;
+
+static HELD_BYTES: AtomicU64 = AtomicU64::new(0);
 
 /// An owned, 64-byte aligned block of `len_bytes` bytes.
 pub struct CpuBuffer {
@@ -42,6 +45,17 @@ unsafe impl Send for CpuBuffer {}
 unsafe impl Sync for CpuBuffer {}
 
 impl CpuBuffer {
+    /// Bytes of all buffers of this process, touched or not.
+    pub fn held_bytes() -> u64 {
+        HELD_BYTES.load(Ordering::Relaxed)
+    }
+
+    /// The only place where a buffer begins, so that none is counted twice.
+    fn own(start: NonNull<u8>, len_bytes: usize, owner: Owner) -> CpuBuffer {
+        HELD_BYTES.fetch_add(len_bytes as u64, Ordering::Relaxed);
+        CpuBuffer { start, len_bytes, owner }
+    }
+
     /// `len_bytes` zero bytes.
     ///
     /// # Errors
@@ -50,7 +64,7 @@ impl CpuBuffer {
         let refused = LaunchError::Memory { bytes: len_bytes };
         if len_bytes == 0 {
             let start = NonNull::new(std::ptr::without_provenance_mut(ALIGNMENT)).expect("the alignment is not zero");
-            return Ok(CpuBuffer { start, len_bytes, owner: Owner::Nobody });
+            return Ok(CpuBuffer::own(start, len_bytes, Owner::Nobody));
         }
         #[cfg(unix)]
         if len_bytes >= MAPPED_FROM_BYTES {
@@ -60,7 +74,7 @@ impl CpuBuffer {
         let Ok(layout) = Layout::from_size_align(padded, ALIGNMENT) else { return Err(refused) };
         // SAFETY: the layout's size is not zero.
         let start = NonNull::new(unsafe { alloc_zeroed(layout) }).ok_or(refused)?;
-        Ok(CpuBuffer { start, len_bytes, owner: Owner::Allocator(layout) })
+        Ok(CpuBuffer::own(start, len_bytes, Owner::Allocator(layout)))
     }
 
     /// `len_bytes` zero bytes between two guards of `pattern` bytes, which directly precede and follow them.
@@ -79,7 +93,7 @@ impl CpuBuffer {
             block.add(GUARD_BYTES + len_bytes).write_bytes(pattern, GUARD_BYTES);
             block.add(GUARD_BYTES)
         };
-        Ok(CpuBuffer { start, len_bytes, owner: Owner::Guarded { layout, pattern } })
+        Ok(CpuBuffer::own(start, len_bytes, Owner::Guarded { layout, pattern }))
     }
 
     /// Where the first overwritten guard byte lies, counted from the buffer's first byte. `None` without guards too.
@@ -155,15 +169,12 @@ fn map(len_bytes: usize) -> Option<CpuBuffer> {
     unsafe {
         libc::madvise(address, len_bytes, libc::MADV_HUGEPAGE);
     }
-    Some(CpuBuffer {
-        start: NonNull::new(address.cast())?,
-        len_bytes,
-        owner: Owner::System { mapped_bytes: len_bytes },
-    })
+    Some(CpuBuffer::own(NonNull::new(address.cast())?, len_bytes, Owner::System { mapped_bytes: len_bytes }))
 }
 
 impl Drop for CpuBuffer {
     fn drop(&mut self) {
+        HELD_BYTES.fetch_sub(self.len_bytes as u64, Ordering::Relaxed);
         match self.owner {
             Owner::Nobody => {}
             // SAFETY: `start` came from `alloc_zeroed` with this layout and is given back once.

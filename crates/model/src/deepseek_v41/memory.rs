@@ -1,14 +1,20 @@
 //! What serving a shape takes, in bytes by part, before anything is loaded.
 //!
-//! Weights and caches are counted with the same tables that later hold them. Activations are an upper bound: their
-//! buffers take memory only where a round writes. The n-gram tables are listed apart, because they stay mapped and the
-//! system may drop their pages.
+//! Weights and caches are counted with the same tables that later hold them, activations buffer by buffer; a test
+//! compares the sum with what a loaded model has taken. Buffers take memory only where something is written. The n-gram
+//! tables are listed apart, because they stay mapped and the system may drop their pages.
 
-use tf_kernels::attention;
+use tf_kernels::{attention, hyper, kv_compress, kv_store};
 
 use super::cache::CacheLayout;
 use super::load::WeightBytes;
+use super::model::LOGITS_ROWS;
+use super::pages::PAGE_POSITIONS;
+use super::scratch::{attention_shape, score_floats};
 use super::shape::Shape;
+
+/// Weight rows that a thread unpacks at once, at most.
+const TILE_ROWS: usize = 16;
 
 /// The plan for one set of options.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -43,7 +49,9 @@ impl MemoryPlan {
             context,
             slots,
             position_bytes: layout.position_bytes() as u64,
-            slot_bytes: layout.slot_bytes() as u64,
+            // The host keeps each slot's tokens and page numbers for the whole context.
+            slot_bytes: (layout.slot_bytes() + (layout.context + layout.pages_per_slot) as usize * size_of::<u32>())
+                as u64,
             snapshot_bytes: (rings * (shape.sliding_window - 1)) as u64,
             page_bytes: u64::from(layout.page_count) * layout.page_bytes() as u64,
             kept_bytes: 0,
@@ -67,6 +75,11 @@ impl MemoryPlan {
         self.slot_bytes + u64::from(self.context) * self.position_bytes
     }
 
+    /// Of a slot's bytes those of the host's own lists: each token and page number of the whole context.
+    pub fn host_bytes(&self) -> u64 {
+        (u64::from(self.context) + u64::from(self.context.div_ceil(PAGE_POSITIONS))) * size_of::<u32>() as u64
+    }
+
     /// How many full-length requests `budget` bytes hold beside the fixed part.
     pub fn full_requests(&self, budget: u64) -> u64 {
         budget.saturating_sub(self.fixed_bytes()) / self.request_bytes().max(1)
@@ -83,38 +96,55 @@ impl MemoryPlan {
     }
 }
 
-/// Index scores, and everything else that a round writes.
+/// Index scores, and everything else that a round writes: the buffers of `Scratch` and of the draft head's `Context`.
 fn activation_bytes(shape: &Shape, rows: usize, context: usize, threads: usize) -> (usize, usize) {
     let float = size_of::<f32>();
     let (hidden, streams) = (shape.hidden_size, shape.stream_width());
     let experts = shape.n_routed_experts.max(shape.dspark_n_routed_experts);
     let picks = shape.num_experts_per_tok.max(shape.dspark_num_experts_per_tok);
-    let inner = shape.moe_intermediate_size * (picks + 1) * 3;
+    let connections = shape.hc_mult * (shape.hc_mult + 2) + hyper::SCRATCH_FLOATS;
+    let queries = 2 * shape.q_lora_rank + 2 * shape.query_width() + shape.o_groups * shape.o_lora_rank;
+    let index = (shape.index_n_heads + 1) * shape.index_head_dim + shape.index_n_heads;
+    let selected = shape.index_topk + shape.candidate_topk_blocks + 2;
+    let record = kv_store::record_bytes(shape.head_dim).div_ceil(float);
+    let keys = 2 * shape.head_dim + kv_compress::raw_columns(shape.head_dim, 2) + record;
+    let memory = shape.engram_width() + (shape.hc_mult + 1) * hidden;
+    let draft = 2 * hidden + shape.num_nextn_predict_layers * shape.head_dim;
     let row = streams
-        + 5 * hidden
-        + 3 * shape.q_lora_rank
-        + 2 * shape.query_width()
-        + shape.o_groups * shape.o_lora_rank
-        + 6 * shape.head_dim
-        + (shape.index_n_heads + 1) * shape.index_head_dim
-        + shape.index_topk
-        + shape.candidate_topk_blocks
+        + connections
+        + 4 * hidden
+        + queries
+        + keys
+        + index
+        + selected
         + experts
-        + inner
-        + shape.engram_width()
-        + (shape.hc_mult + 1) * hidden
-        + shape.tap_width();
-    let attention = attention::Shape {
-        heads: shape.num_attention_heads,
-        head_dim: shape.head_dim,
-        window: shape.sliding_window,
-        ring_len: 0,
-        selected_max: shape.index_topk,
-        block_rows: 0,
-    };
-    let threads = attention::scratch_floats(attention, threads);
-    let logits = rows.min(64) * shape.vocab_size;
-    (context * float, (rows * row + threads + logits) * float)
+        + 2 * picks
+        + memory
+        + shape.tap_width()
+        + draft;
+    let attention = attention_shape(shape, 0, shape.index_topk, 0);
+    let block = attention_shape(shape, 0, 0, shape.dspark_block_size);
+    let threads_floats = attention::scratch_floats(attention, threads).max(attention::scratch_floats(block, threads));
+    // Of the target and of the draft head.
+    let logits = 2 * rows.min(LOGITS_ROWS).max(shape.dspark_block_size) * shape.vocab_size;
+    let activations = rows * row + threads_floats + logits;
+    (score_floats(context) * float, activations * float + launch_bytes(shape, rows, threads))
+}
+
+/// What launches on a CPU share: it grows to the largest, the experts of a whole round, in steps of half its size.
+fn launch_bytes(shape: &Shape, rows: usize, threads: usize) -> usize {
+    const LEAST: usize = 1 << 16;
+    let picks = shape.num_experts_per_tok.max(shape.dspark_num_experts_per_tok);
+    let experts = shape.n_routed_experts.max(shape.dspark_n_routed_experts);
+    let values = rows * (picks + 1) * shape.moe_intermediate_size;
+    // A thread unpacks a tile of weight rows over the widest input; inputs of odd width are copied with padding.
+    let widest = [shape.stream_width(), shape.query_width(), shape.o_groups * shape.o_lora_rank, shape.tap_width()];
+    let widest = widest.into_iter().max().unwrap_or(0).next_multiple_of(32);
+    let tiles = threads * TILE_ROWS * (widest + widest / 16);
+    let padded = rows * shape.engram_width().max(shape.hidden_size).next_multiple_of(32);
+    let indices = experts + 1 + 2 * rows * picks;
+    let grown = |count: usize| (count * size_of::<f32>() * 3 / 2).max(LEAST);
+    grown(values.max(padded) + tiles) + grown(indices)
 }
 
 #[cfg(test)]

@@ -121,7 +121,7 @@ pub struct Counters {
 }
 
 /// Logits are computed for this many rows at a time.
-const LOGITS_ROWS: usize = 64;
+pub(super) const LOGITS_ROWS: usize = 64;
 
 /// A loaded DeepSeek-V4.1 checkpoint with its caches.
 #[derive(Debug)]

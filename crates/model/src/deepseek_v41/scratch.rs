@@ -90,7 +90,7 @@ impl Scratch {
                 });
         let scores = context.next_multiple_of(16);
         let scores = match device.backend() {
-            None => scores.max(SCORE_FLOATS),
+            None => score_floats(context),
             Some(_) => scores.max((scores * rows.min(GPU_TILE_ROWS)).min(GPU_SCORE_FLOATS)),
         };
         let experts = shape.n_routed_experts.max(shape.dspark_n_routed_experts);
@@ -164,6 +164,11 @@ impl Scratch {
         }
         Ok(())
     }
+}
+
+/// Floats that index scores of a context take on a CPU.
+pub(super) fn score_floats(context: usize) -> usize {
+    context.next_multiple_of(16).max(SCORE_FLOATS)
 }
 
 /// Sizes of an attention with these optional keys.
