@@ -87,6 +87,15 @@ impl Server {
         self.end();
     }
 
+    /// Asks the process to end as a service manager does, and waits for it; its exit code.
+    pub fn terminate(mut self) -> Option<i32> {
+        let asked = Command::new("kill").args(["-TERM", &self.child.id().to_string()]).status();
+        match asked {
+            Ok(status) if status.success() => self.child.wait().ok()?.code(),
+            _ => None,
+        }
+    }
+
     /// Whether the process still runs.
     pub fn is_running(&mut self) -> bool {
         matches!(self.child.try_wait(), Ok(None))

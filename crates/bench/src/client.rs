@@ -79,6 +79,16 @@ impl Client {
         serde_json::from_slice(&body).map_err(|cause| ClientError::NoJson { path: path.to_owned(), cause })
     }
 
+    /// Sends a body and reads the whole answer.
+    ///
+    /// # Errors
+    /// No answer, or one that isn't 200.
+    pub async fn post(&self, path: &str, body: &Value) -> Result<Value, ClientError> {
+        let response = self.send("POST", path, Bytes::from(body.to_string())).await?;
+        let body = self.whole(path, response).await?;
+        serde_json::from_slice(&body).map_err(|cause| ClientError::NoJson { path: path.to_owned(), cause })
+    }
+
     /// Sends a body and hands on the data of each event of the answer, until `[DONE]` or the end.
     ///
     /// # Errors

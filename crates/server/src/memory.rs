@@ -55,6 +55,13 @@ pub fn report(config: &ServerConfig, engine: &EngineHandle) -> Value {
         },
         "plan_bytes": config.memory_plan_total
     });
+    let disk = &stats.disk;
+    if disk.files + disk.writes + disk.loads + disk.write_failures > 0 {
+        report["disk_cache"] = json!({
+            "files": disk.files, "used_bytes": disk.bytes, "hits": disk.hits, "evictions": disk.evictions,
+            "write_failures": disk.write_failures, "refused": disk.refused.iter().sum::<u64>()
+        });
+    }
     if let Some(process) = Process::own() {
         let (resident, peak) = (process.resident_bytes, process.peak_bytes);
         report["process"] = json!({"resident_bytes": resident, "peak_bytes": peak, "source": "/proc/self/status"});

@@ -130,7 +130,8 @@ impl Tally {
             ("prompt tokens resumed", self.cached_tokens),
             ("prefixes let go", seen.evictions),
         ];
-        for (name, count) in counts {
+        let disk = seen.disk_hits().map(|hits| ("prompts resumed from disk after the kill", hits));
+        for (name, count) in counts.into_iter().chain(disk) {
             check.count(name, Some(count > 0), || "never happened".to_owned());
         }
         check

@@ -25,6 +25,38 @@ pub struct Seen {
     prefix_bytes: Vec<f64>,
     /// Prefixes that were let go, both lives of the server together.
     pub evictions: u64,
+    disk: Disk,
+}
+
+/// Files of kept prefixes, and what became of them when the server was killed.
+struct Disk {
+    kept: Check,
+    /// At the last look, and of which life of the server.
+    files: Option<(u64, u64)>,
+    /// Prompts that resumed from a file in the server's second life.
+    hits: u64,
+}
+
+impl Disk {
+    fn look(&mut self, memory: &Value, health: &Value, life: u64) {
+        let disk = &memory["disk_cache"];
+        let (Some(files), Some(rounds)) = (disk["files"].as_u64(), health["rounds_total"].as_u64()) else { return };
+        // What a life found on disk is known once it has worked.
+        if rounds == 0 {
+            return;
+        }
+        if let Some((before, older)) = self.files
+            && older < life
+        {
+            let gone = disk["evictions"].as_u64().unwrap_or(0);
+            let is_kept = files + gone >= before;
+            self.kept.count("after the kill", Some(is_kept), || format!("{files} files of {before}"));
+        }
+        self.files = Some((files, life));
+        if life > 0 {
+            self.hits = disk["hits"].as_u64().unwrap_or(0);
+        }
+    }
 }
 
 /// Looks at the server until the load is over.
@@ -38,6 +70,7 @@ pub async fn run(shared: Arc<Shared>, overhead_bytes: u64) -> Seen {
         plan_bytes: 0.0,
         prefix_bytes: Vec::new(),
         evictions: 0,
+        disk: Disk { kept: Check::new("files kept across the kill"), files: None, hits: 0 },
     };
     let mut before = 0;
     while !shared.is_over.load(Ordering::SeqCst) {
@@ -46,6 +79,7 @@ pub async fn run(shared: Arc<Shared>, overhead_bytes: u64) -> Seen {
         match (memory, health) {
             (Ok(memory), Ok(health)) => {
                 seen.look(&memory, &health, overhead_bytes);
+                seen.disk.look(&memory, &health, kills);
                 let evictions = memory["prefix_cache"]["evictions"].as_u64().unwrap_or(0);
                 // A restarted server counts from the start.
                 seen.evictions += if evictions < before { evictions } else { evictions - before };
@@ -114,6 +148,14 @@ impl Seen {
     }
 
     pub fn checks(&self) -> Vec<Check> {
-        vec![self.memory.clone(), self.budget.clone(), self.steps.clone(), self.idle.clone()]
+        let mut checks = vec![self.memory.clone(), self.budget.clone(), self.steps.clone(), self.idle.clone()];
+        // Where there is no disk tier there is nothing to keep.
+        checks.extend(self.disk.files.map(|_| self.disk.kept.clone()));
+        checks
+    }
+
+    /// Prompts that resumed from a file after the kill; `None` where there is no disk tier.
+    pub fn disk_hits(&self) -> Option<u64> {
+        self.disk.files.map(|_| self.disk.hits)
     }
 }
