@@ -58,7 +58,8 @@ fn metal_missing() -> Option<String> {
 
 /// The kernel contract on the emulated Metal device.
 fn metal() -> Result<()> {
-    let program = ["run", "--locked", "-p", "tf-contract", "--features", "emulator", "--bin", "tf-kernel-contract", "--"];
+    let program =
+        ["run", "--locked", "-p", "tf-contract", "--features", "emulator", "--bin", "tf-kernel-contract", "--"];
     sh("cargo", &[&program[..], &["--backend", "metal"]].concat())
 }
 

@@ -360,9 +360,9 @@ mod tests {
         assert_eq!((options.context, options.slots, options.round_rows, options.threads), (8192, 8, 512, 3));
         assert!(options.draft && loading.plan.total_bytes() <= loading.budget.unwrap());
         // Little memory: a shorter window before fewer than one request.
-        let tight = loading_of("serve --threads 1 --memory 27MiB").unwrap();
+        let tight = loading_of("serve --threads 1 --memory 28MiB").unwrap();
         assert!(tight.options.context < 8192 && tight.options.slots == 1, "{tight:?}");
-        assert!(tight.plan.total_bytes() <= 27 << 20);
+        assert!(tight.plan.total_bytes() <= 28 << 20);
         // Without any figure of the machine everything is taken as asked.
         let unknown = super::loading(&arguments("serve --parallel 3"), &FLASH, None).unwrap();
         assert_eq!((unknown.options.context, unknown.options.slots, unknown.budget), (1 << 20, 3, None));
@@ -375,7 +375,7 @@ mod tests {
     #[test]
     fn a_raised_budget_never_shrinks_a_window() {
         let (mut context, mut slots, mut grew) = (0, 0, 0);
-        for mebibytes in 26..60 {
+        for mebibytes in 28..62 {
             let line = format!("serve --threads 1 --memory {mebibytes}MiB");
             let options = loading_of(&line).unwrap().options;
             assert!(options.context >= context && options.slots >= slots, "{mebibytes} MiB: {options:?}");

@@ -18,7 +18,7 @@ use crate::measure::{SEED, serve_words};
 use crate::options::{Command, Environment, find};
 
 /// What a process takes beside its plan: threads, tokenizer, connections and their texts, allocator.
-const OVERHEAD_BYTES: u64 = 96 << 20;
+const OVERHEAD_BYTES: u64 = 48 << 20;
 /// The share of the working set that kept prefixes get.
 const KEPT_SHARE: u64 = 10;
 /// Slots under load where nobody says: fewer than clients, so that requests queue too.
