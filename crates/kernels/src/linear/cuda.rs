@@ -21,9 +21,8 @@ const CLUSTER_MAX: usize = 8;
 const STATIC_SHARED: usize = 1024;
 /// Rows from which on the kernels of `tile.cuh` are quicker than tiles of 32 rows, where there are such kernels.
 const TILED_ROWS_MIN: usize = 65;
-/// Threads of a tile's block, and stages of its inputs in shared memory.
-const TILE_THREADS: usize = 384;
-const TILE_SLOTS: usize = 5;
+/// Threads of a tile's block.
+pub(crate) const TILE_THREADS: usize = 384;
 /// Columns of a stage, rows of an atom and bytes of one stage of it.
 pub(crate) const STAGE: usize = 64;
 pub(crate) const ATOM: usize = 8;
@@ -467,19 +466,8 @@ impl Common<'_> {
         }
         let x_bytes = if self.x_is_bf16 { 2 } else { 4 };
         let first_slabs = if products.len() == 1 { operator.slabs } else { products[0].weight_rows.div_ceil(SLAB) };
-        let mut shape = ShapeBytes::new()
-            .uint(rows)
-            .uint(self.x_stride)
-            .uint(usize::from(self.x_is_bf16))
-            .uint(operator.blocks)
-            .uint(plan.chunk_blocks)
-            .uint(chunks)
-            .uint(operator.groups)
-            .uint(plan.phases)
-            .uint(scale_stride(self.columns))
-            .uint(plan.sums_at)
-            .uint(operator.slabs)
-            .uint(first_slabs);
+        let stride = scale_stride(self.columns);
+        let mut shape = first_fields(operator, plan, rows, self.x_stride, self.x_is_bf16, stride, first_slabs);
         for index in 0..2 {
             shape = output_shape(shape, products.get(index), slice);
         }
@@ -509,39 +497,35 @@ impl Common<'_> {
     }
 }
 
-/// A kernel of `tile.cuh`: weight rows over 128 and rows of a block, whether sums are parked in shared memory, how many of its
-/// best rate it reaches, and the names for FP8 and bf16.
+/// A kernel of `tile.cuh`.
 struct TileKernel {
+    name: &'static str,
+    format: Format,
+    /// Weight rows over 128 and rows of a block.
     weights: usize,
     rows: usize,
+    /// Whether sums of earlier chunks are parked in shared memory.
     parked: bool,
+    /// Stages of inputs and of weights in shared memory.
+    slots: usize,
+    depth: usize,
+    /// The part of the best rate that it reaches with every multiprocessor busy.
     rate: f64,
-    names: [&'static str; 2],
 }
 
-const TILE_KERNELS: [TileKernel; 3] = [
-    TileKernel {
-        weights: 2,
-        rows: 128,
-        parked: true,
-        rate: 1.0,
-        names: ["linear_fp8_tile_256_128", "linear_bf16_tile_256_128"],
-    },
-    TileKernel {
-        weights: 1,
-        rows: 128,
-        parked: false,
-        rate: 0.8,
-        names: ["linear_fp8_tile_128_128", "linear_bf16_tile_128_128"],
-    },
-    TileKernel {
-        weights: 1,
-        rows: 64,
-        parked: false,
-        rate: 0.5,
-        names: ["linear_fp8_tile_128_64", "linear_bf16_tile_128_64"],
-    },
-];
+const TILE_KERNELS: [TileKernel; 5] = {
+    const fn kernel(name: &'static str, format: Format, rows: usize, depth: usize, rate: f64) -> TileKernel {
+        TileKernel { name, format, weights: 1, rows, parked: false, slots: 5, depth, rate }
+    }
+    let widest = kernel("linear_fp8_tile_256_128", Format::Fp8, 128, 3, 1.0);
+    [
+        TileKernel { weights: 2, parked: true, slots: 3, ..widest },
+        kernel("linear_fp8_tile_128_128", Format::Fp8, 128, 8, 0.8),
+        kernel("linear_fp8_tile_128_64", Format::Fp8, 64, 8, 0.5),
+        kernel("linear_bf16_tile_128_128", Format::Bf16, 128, 6, 0.8),
+        kernel("linear_bf16_tile_128_64", Format::Bf16, 64, 6, 0.5),
+    ]
+};
 
 impl TileKernel {
     fn blocks(&self, rows: usize, groups: usize, group_slabs: usize) -> usize {
@@ -554,11 +538,17 @@ impl TileKernel {
         (waves * self.weights * self.rows) as f64 / self.rate
     }
 
-    /// Stages, parked sums, barriers, and the way to the first kilobyte boundary.
     fn shared_bytes(&self) -> usize {
         let parked = if self.parked { self.weights * self.rows / 2 * 256 * 4 } else { 0 };
-        1024 + TILE_SLOTS * (self.rows * 128 + 16) + parked
+        let slab_bytes = if self.format == Format::Fp8 { 1024 } else { 2048 };
+        tile_shared_bytes(self.rows, self.slots, self.depth * self.weights * slab_bytes) + parked
     }
+}
+
+/// Shared memory of a tile: inputs of `slots` stages and their barriers, the weights' ring of each of eight warps, and the way
+/// to the first kilobyte boundary.
+pub(crate) const fn tile_shared_bytes(rows: usize, slots: usize, ring_bytes: usize) -> usize {
+    1024 + slots * (rows * 128 + 16) + 8 * ring_bytes
 }
 
 impl Common<'_> {
@@ -572,8 +562,10 @@ impl Common<'_> {
     ) -> Result<(), LaunchError> {
         let group_slabs = slabs / slice.groups;
         let cost = |kernel: &&TileKernel| kernel.cost(self.rows, slice.groups, group_slabs, self.chip.units);
-        let fitting = TILE_KERNELS.iter().filter(|kernel| kernel.shared_bytes() <= self.chip.shared_bytes);
-        let Some(kernel) = fitting.min_by(|a, b| cost(a).total_cmp(&cost(b))) else {
+        // The head's weights are bf16 weights.
+        let format = if self.format == Format::Fp8 { Format::Fp8 } else { Format::Bf16 };
+        let fits = |kernel: &&TileKernel| kernel.format == format && kernel.shared_bytes() <= self.chip.shared_bytes;
+        let Some(kernel) = TILE_KERNELS.iter().filter(fits).min_by(|a, b| cost(a).total_cmp(&cost(b))) else {
             let least = TILE_KERNELS[TILE_KERNELS.len() - 1].shared_bytes();
             return LaunchError::check_limit("a tile's shared memory", least, self.chip.shared_bytes);
         };
@@ -595,12 +587,10 @@ impl Common<'_> {
         // `x_at` counts columns of a row; a group's stages lie one after the other.
         let x_at = slice.x_at / self.columns.next_multiple_of(BLOCK) * tile_bytes(self.rows, 1, self.columns);
         let mut bindings = self.weight_bindings(products, slice, 0, Binding::ReadAt(self.buffer, x_at));
-        let name = kernel.names[usize::from(self.format != Format::Fp8)];
         queue.launch_tuned(
             Launch {
-                // The head's weights are bf16 weights.
-                program: if self.format == Format::Fp8 { &FP8 } else { &BF16 },
-                entry: name,
+                program: format.program(),
+                entry: kernel.name,
                 bindings: &mut bindings,
                 shape: shape.bytes(),
                 groups: kernel.blocks(self.rows, slice.groups, group_slabs) as u32,
@@ -632,6 +622,61 @@ impl Common<'_> {
         bindings.resize_with(7, || Binding::Missing);
         bindings
     }
+}
+
+/// A launch of an FP8 product in one fold, for a few rows of float32 inputs: what a family adds its own fields to.
+pub(crate) struct Together {
+    pub kernel: &'static str,
+    pub groups: usize,
+    pub threads: usize,
+    pub shared_bytes: usize,
+    /// `LinearShape`.
+    pub shape: ShapeBytes,
+}
+
+impl Together {
+    /// `[rows, weight_rows] = x @ W^T`, `x`: `[rows, columns]`, columns whole blocks. `None` where it needs another fold.
+    pub fn plan(rows: usize, weight_rows: usize, columns: usize, chunk: usize, chip: Chip) -> Option<Together> {
+        if rows > DIRECT_ROWS_MAX || !columns.is_multiple_of(BLOCK) {
+            return None;
+        }
+        let (slabs, blocks) = (weight_rows.div_ceil(SLAB), columns / BLOCK);
+        let operator = Operator { format: Format::Fp8, slabs, blocks, groups: 1, chunk: chunk / BLOCK };
+        let plan = operator.plan_fold(rows, chip, Fold::Together)?;
+        let shape = first_fields(&operator, &plan, rows, columns, false, scale_stride(columns), slabs)
+            .uint(0)
+            .uint(weight_rows)
+            .uint(weight_rows)
+            .uint(1);
+        let shape = shape.uint(0).uint(0).uint(0).uint(0);
+        let Plan { kernel, groups, threads, shared_bytes, .. } = plan;
+        Some(Together { kernel, groups, threads, shared_bytes, shape })
+    }
+}
+
+/// The fields of `LinearShape` up to the outputs.
+fn first_fields(
+    operator: &Operator,
+    plan: &Plan,
+    rows: usize,
+    x_stride: usize,
+    x_is_bf16: bool,
+    scale_stride: usize,
+    first_slabs: usize,
+) -> ShapeBytes {
+    ShapeBytes::new()
+        .uint(rows)
+        .uint(x_stride)
+        .uint(usize::from(x_is_bf16))
+        .uint(operator.blocks)
+        .uint(plan.chunk_blocks)
+        .uint(operator.chunk_count())
+        .uint(operator.groups)
+        .uint(plan.phases)
+        .uint(scale_stride)
+        .uint(plan.sums_at)
+        .uint(operator.slabs)
+        .uint(first_slabs)
 }
 
 /// The fields of a product's output; zeros where there is none.

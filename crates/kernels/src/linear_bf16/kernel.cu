@@ -27,6 +27,5 @@ LINEAR(linear_bf16_apart_10, 256, 10, true, APART)
 LINEAR(linear_bf16_apart_any, 512, 4, false, APART)
 
 // Many rows, of this family and of the head: tile.cuh. The name ends with the block's weight rows and input rows.
-TILE_LINEAR(linear_bf16_tile_256_128, TileBf16, 1024, 2, 128, true)
-TILE_LINEAR(linear_bf16_tile_128_128, TileBf16, 1024, 1, 128, false)
-TILE_LINEAR(linear_bf16_tile_128_64, TileBf16, 1024, 1, 64, false)
+TILE_LINEAR(linear_bf16_tile_128_128, TileBf16, 1024, 1, 128, false, 5, 6)
+TILE_LINEAR(linear_bf16_tile_128_64, TileBf16, 1024, 1, 64, false, 5, 6)

@@ -6,7 +6,9 @@
 use super::pack_cuda::{BLOCK, SLAB};
 use super::{Args, Shared};
 use crate::linear::Finish;
-use crate::linear::cuda::{self, ATOM, Chip, Format, Input, Linear, STAGE, tile_bytes};
+use crate::linear::cuda::{
+    self, ATOM, Chip, Format, Input, Linear, STAGE, TILE_THREADS, Together, tile_bytes, tile_shared_bytes,
+};
 use crate::linear_fp8::Weights as Fp8Weights;
 use tf_device::gpu::{Binding, GpuQueue, Launch, Program, ShapeBytes, Tuning};
 use tf_device::{Buffer, LaunchError};
@@ -35,9 +37,11 @@ const FP8_BLOCK: usize = 32;
 const TILE_PAIRS: [usize; 2] = [64, 128];
 /// Pairs an expert on average from which on the larger tile is taken.
 const MANY_PAIRS: usize = 56;
-/// Threads of a tile's block, and stages of its inputs and weights in shared memory.
-const TILE_THREADS: usize = 384;
-const TILE_SLOTS: usize = 8;
+/// Pairs an expert on average from which on tiles are quicker than passes of eight.
+const TILED_PAIRS: usize = 5;
+/// Stages of a tile's inputs in shared memory, and bytes of a warp's ring of ten stages of weights.
+const TILE_SLOTS: usize = 5;
+const TILE_RING_BYTES: usize = 10 * SLOT;
 
 /// Where the parts of the working memory lie, in bytes.
 struct Room {
@@ -76,7 +80,8 @@ impl Figures {
         let (rows, picks, experts) = (args.rows, args.picks, args.weights.experts().len());
         let pairs = rows * picks;
         let many = pairs >= MANY_PAIRS * experts;
-        let tile = chip.tiles(rows).then_some(TILE_PAIRS[usize::from(many)]);
+        let tiled = chip.tiles(rows) && pairs >= TILED_PAIRS * experts;
+        let tile = tiled.then_some(TILE_PAIRS[usize::from(many)]);
         let gaps = if tile.is_some() { (ATOM - 1) * pairs.min(experts) } else { 0 };
         let pairs = (pairs + gaps).next_multiple_of(ATOM);
         let limit = if args.limit == 0.0 { f32::INFINITY } else { args.limit };
@@ -132,17 +137,51 @@ pub(super) fn run(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchErro
             }
         }
     }
-    let shared_out = shared(queue, args.weights.shared(), args.x, args.rows, figures.limit)?;
-    let shape = ShapeBytes::new().uint(args.rows).uint(args.picks).uint(figures.pairs).uint(figures.hidden);
-    let mut bindings = [
-        Binding::ReadAt(&memory, room.out),
-        Binding::ReadAt(&memory, room.pair_of),
-        Binding::Read(&shared_out),
-        Binding::Write(args.out),
-    ];
-    simple(queue, "experts_combine", &mut bindings, &shape, args.rows * figures.hidden / 2)?;
+    mix(queue, args, &figures, &memory, &room, chip)?;
     queue.keep_scratch("experts", memory);
-    queue.keep_scratch("experts, shared out", shared_out);
+    Ok(())
+}
+
+/// The shared expert, and the mixture.
+fn mix(
+    queue: &mut GpuQueue,
+    args: Args<'_>,
+    figures: &Figures,
+    memory: &Buffer,
+    room: &Room,
+    chip: Chip,
+) -> Result<(), LaunchError> {
+    let Figures { rows, hidden, intermediate, pairs, limit, .. } = *figures;
+    let weights = args.weights.shared();
+    let mut gate = queue.take_scratch("experts, shared gate", rows * intermediate * 4)?;
+    let mut up = queue.take_scratch("experts, shared up", rows * intermediate * 4)?;
+    let input = Input::F32 { buffer: args.x, chosen: None };
+    let mut products = [product(&weights.w1, &mut gate), product(&weights.w3, &mut up)];
+    fp8(queue, &mut products, hidden, UP_CHUNK, rows, input)?;
+    let (routed, pair_of) = (Binding::ReadAt(memory, room.out), Binding::ReadAt(memory, room.pair_of));
+    if let Some(plan) = Together::plan(rows, hidden, intermediate, DOWN_CHUNK, chip) {
+        let (codes, scales) = weights.w2.buffers();
+        let mut bindings = [
+            Binding::Read(codes),
+            Binding::Read(scales),
+            Binding::Read(&gate),
+            Binding::Read(&up),
+            routed,
+            pair_of,
+            Binding::Write(args.out),
+        ];
+        let shape = plan.shape.float(limit).uint(args.picks).uint(pairs);
+        let entry = if plan.kernel == "linear_fp8_9" { "experts_mix_9" } else { "experts_mix_any" };
+        launch(queue, entry, &mut bindings, &shape, [plan.groups, plan.threads, plan.shared_bytes])?;
+    } else {
+        let shared_out = shared_down(queue, weights, figures, chip, [&gate, &up])?;
+        let shape = ShapeBytes::new().uint(rows).uint(args.picks).uint(pairs).uint(hidden);
+        let mut bindings = [routed, pair_of, Binding::Read(&shared_out), Binding::Write(args.out)];
+        simple(queue, "experts_combine", &mut bindings, &shape, rows * hidden / 2)?;
+        queue.keep_scratch("experts, shared out", shared_out);
+    }
+    queue.keep_scratch("experts, shared gate", gate);
+    queue.keep_scratch("experts, shared up", up);
     Ok(())
 }
 
@@ -231,9 +270,7 @@ impl Routed<'_> {
             (false, 64) => "experts_down_tile_64",
             (false, _) => "experts_down_tile_128",
         };
-        // Inputs of a stage, and eight slabs' codes and scales; barriers; the way to the first kilobyte boundary.
-        let stage_bytes = (tile * 128 + 8 * (512 + 32)).next_multiple_of(1024);
-        let shared_bytes = 1024 + TILE_SLOTS * (stage_bytes + 16);
+        let shared_bytes = tile_shared_bytes(tile, TILE_SLOTS, TILE_RING_BYTES);
         launch(queue, entry, &mut bindings, &shape, [self.chip.units, TILE_THREADS, shared_bytes])
     }
 
@@ -321,29 +358,29 @@ fn cut(
     }
 }
 
-/// The shared expert: `[rows, hidden]` f32, rounded to bf16, in memory of the queue.
-fn shared(queue: &mut GpuQueue, weights: &Shared, x: &Buffer, rows: usize, limit: f32) -> Result<Buffer, LaunchError> {
-    let (hidden, intermediate) = (weights.w1.columns(), weights.w1.rows());
+/// The shared expert's activation and its last product: `[rows, hidden]` f32, rounded to bf16, in memory of the queue.
+fn shared_down(
+    queue: &mut GpuQueue,
+    weights: &Shared,
+    figures: &Figures,
+    chip: Chip,
+    [gate, up]: [&Buffer; 2],
+) -> Result<Buffer, LaunchError> {
+    let Figures { rows, hidden, intermediate, limit, .. } = *figures;
     // Where the next linear wants tiles, the activation is written as tiles.
-    let tiled = Chip::of(queue.limits()).tiles(rows);
+    let tiled = chip.tiles(rows);
     let stride = intermediate.next_multiple_of(if tiled { STAGE } else { FP8_BLOCK });
     let (bytes, atoms) = match tiled {
         true => (tile_bytes(rows, 1, intermediate), rows.div_ceil(ATOM)),
         false => (rows * stride * 2, 0),
     };
-    let mut gate = queue.take_scratch("experts, shared gate", rows * intermediate * 4)?;
-    let mut up = queue.take_scratch("experts, shared up", rows * intermediate * 4)?;
     let mut activation = queue.take_scratch("experts, shared activation", bytes)?;
     let mut out = queue.take_scratch("experts, shared out", rows * hidden * 4)?;
-    let input = Input::F32 { buffer: x, chosen: None };
-    fp8(queue, &mut [product(&weights.w1, &mut gate), product(&weights.w3, &mut up)], hidden, UP_CHUNK, rows, input)?;
     let shape = ShapeBytes::new().uint(rows).uint(intermediate).uint(stride).float(limit).uint(atoms);
-    let mut bindings = [Binding::Read(&gate), Binding::Read(&up), Binding::Write(&mut activation)];
+    let mut bindings = [Binding::Read(gate), Binding::Read(up), Binding::Write(&mut activation)];
     simple(queue, "experts_activate", &mut bindings, &shape, rows * stride)?;
     let input = Input::Bf16 { buffer: &activation };
     fp8(queue, &mut [product(&weights.w2, &mut out)], intermediate, DOWN_CHUNK, rows, input)?;
-    queue.keep_scratch("experts, shared gate", gate);
-    queue.keep_scratch("experts, shared up", up);
     queue.keep_scratch("experts, shared activation", activation);
     Ok(out)
 }

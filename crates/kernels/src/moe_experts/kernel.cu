@@ -10,6 +10,7 @@
 // max  scale codes 2 to 128, so that code times scale is exact in bf16 (checked when packed); an expert with more pairs than
 //      staged rows reads its weights again
 #include "math.cuh"
+#include "slab.cuh"
 #include "tensor.cuh"
 #include "tile.cuh"
 
@@ -397,6 +398,25 @@ extern "C" __global__ void __launch_bounds__(256)
     }
 }
 
+struct MixShape {
+    LinearShape linear;
+    float limit;
+    int picks, pair_count;
+};
+
+// The shared expert's last product for a few rows, whose inputs are its activations, and the mixture:
+// out[r] = bf16(0 + the row's pairs in ascending expert id + bf16(activation w2^T)).
+#define EXPERTS_MIX(name, threads, depth, whole) \
+    extern "C" __global__ void __launch_bounds__(threads, 1) \
+        name(const uint4* weights, const u8* scales, const float* gate, const float* up, const u16* pairs, const u32* pair_of, float* out, \
+             MixShape shape) { \
+        const LinearArgs args = {gate, nullptr, nullptr, nullptr, nullptr, weights, weights, scales, scales, out, out, shape.linear}; \
+        const MixArgs mix = {up, pairs, pair_of, shape.limit, shape.picks, shape.pair_count}; \
+        slab_linear<Fp8, depth, whole, TOGETHER, true>(args, mix); \
+    }
+EXPERTS_MIX(experts_mix_9, 384, 9, true)
+EXPERTS_MIX(experts_mix_any, 512, 4, false)
+
 struct PairTilesShape {
     int columns, stages, atoms;
 };
@@ -453,12 +473,13 @@ __device__ __forceinline__ void expert_tiles(const uint4* weights, const u32* sc
                                              const u32* tile_starts, const float* pair_weight, u16* out, const ExpertTileShape& shape) {
 #if HAS_WGMMA
     extern __shared__ __align__(128) char shared_bytes[];
-    using Room = TileRoom<TileFp4, 1, N, false>;
+    using Room = TileRoom<TileFp4, 1, N, false, 5, 10>;
     char* const room = tile_room(shared_bytes);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const u32 slab_tiles = (shape.slabs + 7) / 8;
-    Ring<TileFp4> ring;
-    start_tiles<Room, TileFp4>(room);
+    Ring<Room::SLOTS> inputs;
+    Ring<Room::DEPTH> ring;
+    start_tiles<Room>(room);
     let_next_start();
     wait_for_inputs();
     const u32 experts = *active_count, total = tile_starts[experts] * slab_tiles;
@@ -481,24 +502,36 @@ __device__ __forceinline__ void expert_tiles(const uint4* weights, const u32* sc
         const size_t stride = (size_t)shape.atoms * 1024;
         for (u32 index = blockIdx.x; index < total; index += gridDim.x) {
             const Tile tile = tile_at(index);
-            // Lanes 0 to 7 fetch codes of a slab, 8 to 15 scales; slabs beyond the last are computed and dropped.
-            const u32 slab = min(tile.slab + lane % 8, (u32)shape.slabs - 1);
-            const size_t at = ((size_t)tile.expert * shape.slabs + slab) * shape.blocks;
-            const char* from = lane < 8 ? (const char*)(weights + at * 32) : (const char*)(scales + at * 8);
-            const u32 piece = lane < 8 ? 512 : 32, to = N * 128 + (lane < 8 ? lane * 512 : 4096 + lane % 8 * 32);
-            const char* inputs = x + (size_t)tile.pair * 128;
-            for (int stage = 0; stage < shape.blocks; stage++, inputs += stride, from += piece)
-                fetch_stage<Room, TileFp4>(room, ring, inputs, (tile.count + 7) / 8 * 1024, [&](u32 slot, u32 barrier) {
-                    if (lane < 16) fetch(slot + to, from, piece, barrier);
-                });
+            const char* from = x + (size_t)tile.pair * 128;
+            for (int stage = 0; stage < shape.blocks; stage++, from += stride)
+                fetch_stage<Room>(room, inputs, from, (tile.count + 7) / 8 * 1024);
         }
         return;
     }
     take_registers();
+    // Weights run ahead of the products, into the next tile.
+    u32 coming = blockIdx.x;
+    int stage = shape.blocks;
+    TileFp4::Source from;
+    const auto ahead = [&](int slot) {
+        if (stage == shape.blocks) {
+            if (coming >= total) return;
+            const Tile tile = tile_at(coming);
+            // Slabs beyond the last are computed and dropped.
+            const size_t at = ((size_t)tile.expert * shape.slabs + min(tile.slab + warp, (u32)shape.slabs - 1)) * shape.blocks;
+            from = {weights + at * 32 + lane, scales + at * 8 + lane / 4};
+            coming += gridDim.x, stage = 0;
+        }
+        copy_weights<Room>(room, slot, 0, from, stage++, 0);
+    };
+    for (int slot = 0; slot < Room::DEPTH - 1; slot++) {
+        ahead(slot);
+        end_copy_group();
+    }
     for (u32 index = blockIdx.x; index < total; index += gridDim.x) {
         const Tile tile = tile_at(index);
         const TileFp4::Source none[1] = {};
-        tile_product<TileFp4, 1, N, false>(room, ring, none, shape.blocks * 2, shape.chunk_stages, [&](int, const float (&sum)[N / 2]) {
+        tile_product<Room>(room, inputs, ring, none, shape.blocks * 2, shape.chunk_stages, ahead, [&](int, const float (&sum)[N / 2]) {
             const u32 slab = tile.slab + warp;
             if (slab >= (u32)shape.slabs) return;
 #pragma unroll

@@ -79,11 +79,9 @@ __device__ __forceinline__ void wait_at(u32 barrier, u32 parity) {
         "r"(parity)
         : "memory");
 }
-// The barrier turns when this many bytes are there, which `fetch` brings from global to shared memory.
-__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
-    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;\n}\n" ::"r"(barrier), "r"(bytes) : "memory");
-}
+// `bytes` from global to shared memory; the barrier turns when they are there.
 __device__ __forceinline__ void fetch(u32 to, const void* from, u32 bytes, u32 barrier) {
+    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;\n}\n" ::"r"(barrier), "r"(bytes) : "memory");
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
                  "r"(bytes), "r"(barrier)
                  : "memory");
@@ -95,19 +93,19 @@ __device__ __forceinline__ u64 tile_descriptor(u32 address) {
 }
 #endif
 
-// The formats: what a lane loads of one slab for one stage, and the four A fragments it makes of that. FETCHED: bytes of a block's
-// weights of a stage that lie in shared memory behind the inputs; 0 where lanes load them from global memory, a stage ahead.
+// The formats: what a lane copies of one slab for one stage into its own place of the weights' ring (PIECES of 16 bytes, and
+// WORDS of 4), and the four A fragments it makes of that. Where a last block is missing, the one before stands in: its inputs
+// are zero.
 struct TileFp8 {
-    static constexpr int FETCHED = 0, SLOTS = 5;
+    static constexpr int PIECES = 2, WORDS = 0;
     struct Source { const uint4* codes; const u8* scales; };
     struct Raw { uint4 v[2]; u32 scales; };
-    static __device__ __forceinline__ Raw load(const Source& from, int stage, int blocks) {
-        Raw raw;
-        raw.v[0] = load_once(from.codes + stage * 64);
-        raw.v[1] = make_uint4(0, 0, 0, 0);
-        if (stage * 2 + 1 < blocks) raw.v[1] = load_once(from.codes + stage * 64 + 32);
-        raw.scales = __ldg((const u16*)(from.scales + stage * 2));
-        return raw;
+    static __device__ __forceinline__ void copy(char* pieces, char*, const Source& from, int stage, int blocks) {
+        copy_async_16(pieces, from.codes + stage * 64);
+        copy_async_16(pieces + 512, from.codes + min(stage * 2 + 1, blocks - 1) * 32);
+    }
+    static __device__ __forceinline__ Raw load(const char* pieces, const char*, const Source& from, int stage) {
+        return {{*(const uint4*)pieces, *(const uint4*)(pieces + 512)}, __ldg((const u16*)(from.scales + stage * 2))};
     }
     static __device__ __forceinline__ void decode(const Raw& raw, u32 (&a)[16]) {
 #pragma unroll
@@ -122,16 +120,20 @@ struct TileFp8 {
 };
 
 struct TileBf16 {
-    static constexpr int FETCHED = 0, SLOTS = 5;
+    static constexpr int PIECES = 4, WORDS = 0;
     struct Source { const uint4* codes; const u8* scales; };
     struct Raw { uint4 v[4]; };
-    static __device__ __forceinline__ Raw load(const Source& from, int stage, int blocks) {
+    static __device__ __forceinline__ void copy(char* pieces, char*, const Source& from, int stage, int blocks) {
+        const uint4* second = from.codes + min(stage * 2 + 1, blocks - 1) * 64;
+        copy_async_16(pieces, from.codes + stage * 128);
+        copy_async_16(pieces + 512, from.codes + stage * 128 + 32);
+        copy_async_16(pieces + 1024, second);
+        copy_async_16(pieces + 1536, second + 32);
+    }
+    static __device__ __forceinline__ Raw load(const char* pieces, const char*, const Source&, int) {
         Raw raw;
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-            raw.v[i] = make_uint4(0, 0, 0, 0);
-            if (i < 2 || stage * 2 + 1 < blocks) raw.v[i] = load_once(from.codes + stage * 128 + i * 32);
-        }
+        for (int i = 0; i < 4; i++) raw.v[i] = *(const uint4*)(pieces + i * 512);
         return raw;
     }
     static __device__ __forceinline__ void decode(const Raw& raw, u32 (&a)[16]) {
@@ -140,14 +142,17 @@ struct TileBf16 {
     }
 };
 
-// A block of MXFP4 is a stage; codes of 8 slabs, then their scales.
+// A block of MXFP4 is a stage.
 struct TileFp4 {
-    static constexpr int FETCHED = 8 * (512 + 32), SLOTS = 8;
-    struct Source {};
+    static constexpr int PIECES = 1, WORDS = 1;
+    struct Source { const uint4* codes; const u32* scales; };
     struct Raw { uint4 v; u32 scales; };
-    static __device__ __forceinline__ Raw load(const char* weights) {
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-        return {*(const uint4*)(weights + warp * 512 + lane * 16), *(const u32*)(weights + 4096 + warp * 32 + lane / 4 * 4)};
+    static __device__ __forceinline__ void copy(char* pieces, char* words, const Source& from, int stage, int) {
+        copy_async_16(pieces, from.codes + stage * 32);
+        copy_async_4(words, from.scales + stage * 8);
+    }
+    static __device__ __forceinline__ Raw load(const char* pieces, const char* words, const Source&, int) {
+        return {*(const uint4*)pieces, *(const u32*)words};
     }
     static __device__ __forceinline__ void decode(const Raw& raw, u32 (&a)[16]) {
         const u32 f0 = power_pair_of<0>(raw.scales, 126), f1 = power_pair_of<1>(raw.scales, 126);
@@ -162,11 +167,17 @@ struct TileFp4 {
     }
 };
 
-// Shared memory of a tile: the stages, from the first kilobyte boundary on, parked sums, barriers.
-template <class Format, int MT, int N, bool PARK>
+// Shared memory of a tile, from the first kilobyte boundary on: SLOTS stages of inputs, DEPTH stages of the warps' weights,
+// parked sums, barriers.
+template <class Format_, int MT_, int N_, bool PARK_, int SLOTS_, int DEPTH_>
 struct TileRoom {
-    static constexpr int STAGE = (N * 128 + Format::FETCHED + 1023) / 1024 * 1024;
-    static constexpr int SUMS_AT = Format::SLOTS * STAGE;
+    using Format = Format_;
+    static constexpr int MT = MT_, N = N_, SLOTS = SLOTS_, DEPTH = DEPTH_;
+    static constexpr bool PARK = PARK_;
+    static constexpr int STAGE = N * 128;
+    static constexpr int SLAB = Format::PIECES * 512 + Format::WORDS * 128;
+    static constexpr int WEIGHTS_AT = SLOTS * STAGE;
+    static constexpr int SUMS_AT = WEIGHTS_AT + DEPTH * MT * 8 * SLAB;
     static constexpr int BARRIERS_AT = SUMS_AT + (PARK ? MT * N / 2 * 256 * 4 : 0);
 };
 
@@ -182,89 +193,95 @@ __device__ __forceinline__ void take_registers() {
 #endif
 }
 
-// The ring's place, which goes on from tile to tile of a block.
-template <class Format>
+// A ring's place, which goes on from tile to tile of a block.
+template <int COUNT>
 struct Ring {
     int slot = 0;
     u32 parity = 0;
     __device__ __forceinline__ void next() {
-        if (++slot == Format::SLOTS) slot = 0, parity ^= 1;
+        if (++slot == COUNT) slot = 0, parity ^= 1;
     }
 };
 
-template <class Room, class Format>
+template <class Room>
 __device__ __forceinline__ void start_tiles(char* room) {
     const u32 barriers = (u32)__cvta_generic_to_shared(room) + Room::BARRIERS_AT;
 #if HAS_WGMMA
     if (threadIdx.x == 0)
-        for (int i = 0; i < Format::SLOTS; i++) start_barrier(barriers + 8 * i, 1), start_barrier(barriers + 8 * (Format::SLOTS + i), 2);
+        for (int i = 0; i < Room::SLOTS; i++) start_barrier(barriers + 8 * i, 1), start_barrier(barriers + 8 * (Room::SLOTS + i), 2);
     asm volatile("fence.proxy.async;" ::: "memory");
 #endif
     __syncthreads();
 }
 
-// The warp that fetches: the next stage into the ring's slot, when it is free. `weights(to, barrier)` fetches Format::FETCHED
-// bytes, any lane.
-template <class Room, class Format, class Weights>
-__device__ __forceinline__ void fetch_stage(char* room, Ring<Format>& ring, const char* x, u32 bytes, const Weights& weights) {
+// The warp that fetches: the next stage of inputs into the ring's slot, when it is free.
+template <class Room>
+__device__ __forceinline__ void fetch_stage(char* room, Ring<Room::SLOTS>& ring, const char* x, u32 bytes) {
 #if HAS_WGMMA
     const u32 base = (u32)__cvta_generic_to_shared(room), barriers = base + Room::BARRIERS_AT;
-    const u32 to = base + ring.slot * Room::STAGE, barrier = barriers + 8 * ring.slot;
-    wait_at(barriers + 8 * (Format::SLOTS + ring.slot), ring.parity ^ 1);
-    if (threadIdx.x % 32 == 0) {
-        expect(barrier, bytes + Format::FETCHED);
-        fetch(to, x, bytes, barrier);
-    }
+    wait_at(barriers + 8 * (Room::SLOTS + ring.slot), ring.parity ^ 1);
+    if (threadIdx.x % 32 == 0) fetch(base + ring.slot * Room::STAGE, x, bytes, barriers + 8 * ring.slot);
     __syncwarp();
-    weights(to, barrier);
     ring.next();
 #endif
 }
 
-// A warpgroup's part of a tile. `source`: of this warp's slabs, this lane's first bytes. PARK keeps the sum of the chunks
-// before in shared memory, not in registers. `finish(m, sums)` gets slab m of the warp: element 4 j + i is weight row
-// lane / 4 + (i / 2) * 8 and input row 8 j + 2 (lane % 4) + i % 2.
-template <class Format, int MT, int N, bool PARK, class Finish>
-__device__ __forceinline__ void tile_product(char* room, Ring<Format>& ring, const typename Format::Source (&source)[MT], int blocks,
-                                             int chunk_stages, const Finish& finish) {
+// This lane's place of slab m in a slot of the weights' ring: pieces, then words.
+template <class Room>
+__device__ __forceinline__ char* weights_place(char* room, int slot, int m) {
+    const int warp = threadIdx.x / 32;
+    return room + Room::WEIGHTS_AT + ((slot * Room::MT + m) * 8 + warp) * Room::SLAB;
+}
+template <class Room>
+__device__ __forceinline__ void copy_weights(char* room, int slot, int m, const typename Room::Format::Source& from, int stage, int blocks) {
+    char* const place = weights_place<Room>(room, slot, m);
+    const int lane = threadIdx.x % 32;
+    Room::Format::copy(place + lane * 16, place + Room::Format::PIECES * 512 + lane * 4, from, stage, blocks);
+}
+
+// A warpgroup's part of a tile. `source`: of this warp's slabs, this lane's first bytes. `ahead(slot)` copies the stage that is
+// DEPTH - 1 stages ahead, of this tile or of the next one; the first DEPTH - 1 stages of all are on their way. PARK keeps the sum
+// of the chunks before in shared memory, not in registers. `finish(m, sums)` gets slab m of the warp: element 4 j + i is weight
+// row lane / 4 + (i / 2) * 8 and input row 8 j + 2 (lane % 4) + i % 2.
+template <class Room, class Ahead, class Finish>
+__device__ __forceinline__ void tile_product(char* room, Ring<Room::SLOTS>& inputs, Ring<Room::DEPTH>& weights,
+                                             const typename Room::Format::Source (&source)[Room::MT], int blocks, int chunk_stages,
+                                             const Ahead& ahead, const Finish& finish) {
 #if HAS_WGMMA
-    constexpr int SUMS = N / 2;
-    const int stages = (blocks + 1) / 2;
-    using Room = TileRoom<Format, MT, N, PARK>;
+    using Format = typename Room::Format;
+    constexpr int MT = Room::MT, SUMS = Room::N / 2;
+    constexpr bool PARK = Room::PARK;
+    const int stages = (blocks + 1) / 2, lane = threadIdx.x % 32;
     float4* const parked = (float4*)(room + Room::SUMS_AT) + threadIdx.x;
     const u32 base = (u32)__cvta_generic_to_shared(room), barriers = base + Room::BARRIERS_AT;
     float acc[MT][SUMS], total[PARK ? 1 : MT][PARK ? 1 : SUMS];
-    typename Format::Raw raw[MT];
-#pragma unroll
-    for (int m = 0; m < MT; m++)
-        if constexpr (Format::FETCHED == 0) raw[m] = Format::load(source[m], 0, blocks);
     for (int first = 0; first < stages; first += chunk_stages) {
         const int end = min(first + chunk_stages, stages);
         for (int stage = first; stage < end; stage++) {
             u32 a[MT][16];
-            if constexpr (Format::FETCHED == 0) {
+            // A lane reads what it has copied itself.
+            wait_for_copy_groups<Room::DEPTH - 2>();
 #pragma unroll
-                for (int m = 0; m < MT; m++) Format::decode(raw[m], a[m]);
-                const int next = min(stage + 1, stages - 1);
-#pragma unroll
-                for (int m = 0; m < MT; m++) raw[m] = Format::load(source[m], next, blocks);
-                wait_at(barriers + 8 * ring.slot, ring.parity);
-            } else {
-                wait_at(barriers + 8 * ring.slot, ring.parity);
-                raw[0] = Format::load(room + ring.slot * Room::STAGE + N * 128);
-                Format::decode(raw[0], a[0]);
+            for (int m = 0; m < MT; m++) {
+                const char* const place = weights_place<Room>(room, weights.slot, m);
+                Format::decode(Format::load(place + lane * 16, place + Format::PIECES * 512 + lane * 4, source[m], stage), a[m]);
             }
-            const u64 descriptor = tile_descriptor(base + ring.slot * Room::STAGE);
+            // Into the slot of the stage before, which is decoded.
+            ahead(weights.slot == 0 ? Room::DEPTH - 1 : weights.slot - 1);
+            end_copy_group();
+            weights.next();
+            wait_at(barriers + 8 * inputs.slot, inputs.parity);
+            const u64 descriptor = tile_descriptor(base + inputs.slot * Room::STAGE);
             wgmma_fence();
 #pragma unroll
             for (int k = 0; k < 4; k++)
 #pragma unroll
                 for (int m = 0; m < MT; m++)
-                    Wgmma<N>::step(acc[m], a[m] + 4 * k, descriptor + 2 * k, k > 0 || stage > first);
+                    Wgmma<Room::N>::step(acc[m], a[m] + 4 * k, descriptor + 2 * k, k > 0 || stage > first);
             wgmma_commit();
             wgmma_wait<0>();
-            if (threadIdx.x % 128 == 0) arrive_at(barriers + 8 * (Format::SLOTS + ring.slot));
-            ring.next();
+            if (threadIdx.x % 128 == 0) arrive_at(barriers + 8 * (Room::SLOTS + inputs.slot));
+            inputs.next();
         }
         // Chunks are added left to right.
         const bool last = end == stages;
@@ -312,19 +329,20 @@ struct TileShape {
 };
 
 // Block b: rows of tile b % row_tiles, and slabs of tile b / row_tiles, none of two groups. Weights and outputs as in slab.cuh.
-template <class Format, int BLOCK_BYTES, int MT, int N, bool PARK>
+template <class Room, int BLOCK_BYTES>
 __device__ __forceinline__ void tile_linear(const uint4* weights0, const u8* scales0, const char* x, float* out0,
                                             const uint4* weights1, const u8* scales1, float* out1, const TileShape& shape) {
     extern __shared__ __align__(128) char shared_bytes[];
+    constexpr int MT = Room::MT, N = Room::N;
     char* const room = tile_room(shared_bytes);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int group_slabs = shape.slabs / shape.groups, group_tiles = (group_slabs + MT * 8 - 1) / (MT * 8);
     const int row0 = blockIdx.x % shape.row_tiles * N, slab_tile = blockIdx.x / shape.row_tiles;
     const int group = slab_tile / group_tiles, first = slab_tile % group_tiles * (MT * 8) + warp;
     const int stages = (shape.blocks + 1) / 2;
-    using Room = TileRoom<Format, MT, N, PARK>;
-    Ring<Format> ring;
-    start_tiles<Room, Format>(room);
+    Ring<Room::SLOTS> inputs;
+    Ring<Room::DEPTH> ring;
+    start_tiles<Room>(room);
     let_next_start();
     if (warp >= 8) {
         give_registers();
@@ -334,11 +352,11 @@ __device__ __forceinline__ void tile_linear(const uint4* weights0, const u8* sca
         const u32 bytes = min(N / 8, shape.atoms - row0 / 8) * 1024;
         x += group * stages * stride + row0 * 128;
         for (int stage = 0; stage < stages; stage++)
-            fetch_stage<Room, Format>(room, ring, x + stage * stride, bytes, [](u32, u32) {});
+            fetch_stage<Room>(room, inputs, x + stage * stride, bytes);
         return;
     }
     take_registers();
-    typename Format::Source source[MT];
+    typename Room::Format::Source source[MT];
 #pragma unroll
     for (int m = 0; m < MT; m++) {
         const int slab = group * group_slabs + min(first + m * 8, group_slabs - 1), second = slab >= shape.first_slabs;
@@ -346,9 +364,20 @@ __device__ __forceinline__ void tile_linear(const uint4* weights0, const u8* sca
         source[m].codes = (second ? weights1 : weights0) + (size_t)own * shape.blocks * (BLOCK_BYTES / 16) + lane;
         source[m].scales = (second ? scales1 : scales0) + (size_t)(own / 2) * shape.scale_stride;
     }
+    int next = 0;
+    const auto ahead = [&](int slot) {
+        if (next < stages)
+#pragma unroll
+            for (int m = 0; m < MT; m++) copy_weights<Room>(room, slot, m, source[m], next, shape.blocks);
+        next++;
+    };
+    for (int slot = 0; slot < Room::DEPTH - 1; slot++) {
+        ahead(slot);
+        end_copy_group();
+    }
     // What is written may still be read by the launch before.
     wait_for_inputs();
-    tile_product<Format, MT, N, PARK>(room, ring, source, shape.blocks, shape.chunk_stages, [&](int m, const float (&sum)[N / 2]) {
+    tile_product<Room>(room, inputs, ring, source, shape.blocks, shape.chunk_stages, ahead, [&](int m, const float (&sum)[N / 2]) {
         if (first + m * 8 >= group_slabs) return;
         const int slab = group * group_slabs + first + m * 8, second = slab >= shape.first_slabs;
         const int row = (second ? slab - shape.first_slabs : slab) * 16 + lane / 4;
@@ -365,9 +394,9 @@ __device__ __forceinline__ void tile_linear(const uint4* weights0, const u8* sca
     });
 }
 
-#define TILE_LINEAR(name, format, block_bytes, mt, n, park) \
+#define TILE_LINEAR(name, format, block_bytes, mt, n, park, slots, depth) \
     extern "C" __global__ void __launch_bounds__(TILE_THREADS, 1) \
         name(const uint4* weights0, const u8* scales0, const char* x, float* out0, const uint4* weights1, const u8* scales1, \
              float* out1, TileShape shape) { \
-        tile_linear<format, block_bytes, mt, n, park>(weights0, scales0, x, out0, weights1, scales1, out1, shape); \
+        tile_linear<TileRoom<format, mt, n, park, slots, depth>, block_bytes>(weights0, scales0, x, out0, weights1, scales1, out1, shape); \
     }
