@@ -4,8 +4,21 @@
 /// Everything about the compiler that changes its output.
 pub const COMPILER: &str = "NVRTC 13.0.88 --std=c++17 --fmad=false --device-as-default-execution-space";
 
-/// 64 bits over the compiler, the texts that sources include (name and text, in the order of the names) and the source.
+/// 64 bits over the compiler, the texts that the source includes, directly or not (name and text, in the order of the names),
+/// and the source.
 pub fn key(includes: &[(String, String)], source: &str) -> String {
+    let mut included = std::collections::BTreeMap::new();
+    let mut texts = vec![source];
+    while let Some(text) = texts.pop() {
+        for line in text.lines() {
+            let name = line.trim().strip_prefix("#include \"").and_then(|rest| rest.split('"').next());
+            if let Some((name, text)) = includes.iter().find(|(known, _)| Some(known.as_str()) == name)
+                && included.insert(name.as_str(), text.as_str()).is_none()
+            {
+                texts.push(text);
+            }
+        }
+    }
     let mut hash = 0xcbf2_9ce4_8422_2325_u64;
     let mut add = |text: &str| {
         for byte in text.bytes().chain([0]) {
@@ -13,7 +26,7 @@ pub fn key(includes: &[(String, String)], source: &str) -> String {
         }
     };
     add(COMPILER);
-    for (name, text) in includes {
+    for (name, text) in included {
         add(name);
         add(text);
     }

@@ -29,6 +29,9 @@ pub fn run_on(contract: &Contract, cases: &[Case], control: &Control, seed: u64,
         if !queues.target.runs(control) {
             return Verdict::Skipped("edits of source text run on their own backend".to_owned());
         }
+        if let Err(reason) = queues.target.can_edit() {
+            return Verdict::Skipped(reason);
+        }
         return match queues.target.edited(source, text) {
             Ok(target) => search(contract, cases, control, Planted::NONE, seed, &mut Queues::new(target)),
             Err(text) => Verdict::Missed(text),

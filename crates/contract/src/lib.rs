@@ -4,6 +4,8 @@
 //! The records lie beside their kernels (`tf_kernels::families`); this crate runs them. Knows no model and no scheduling.
 
 pub mod controls;
+#[cfg(feature = "cuda")]
+pub mod cuda;
 #[cfg(feature = "emulator")]
 pub mod emulated;
 pub mod families;
@@ -126,7 +128,10 @@ fn target_of(backend: Backend) -> Result<Target, String> {
              x86-64 Linux"
                 .to_owned())
         }
-        Backend::Cuda => Err("this build proves no CUDA kernel".to_owned()),
+        #[cfg(feature = "cuda")]
+        Backend::Cuda => cuda::cuda(),
+        #[cfg(not(feature = "cuda"))]
+        Backend::Cuda => Err("this build has no CUDA kernels: build with `--features cuda`".to_owned()),
     }
 }
 

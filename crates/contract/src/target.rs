@@ -21,6 +21,19 @@ pub trait Bench: Send + Sync {
     /// Why it can't.
     fn edited(&self, source: &'static str, text: String) -> Result<Device, String>;
 
+    /// Whether [`Bench::edited`] can work here at all.
+    ///
+    /// # Errors
+    /// What is missing; the controls are skipped then.
+    fn can_edit(&self) -> Result<(), String> {
+        Ok(())
+    }
+
+    /// Whether the device takes a case's values.
+    fn takes(&self, _case: &Case) -> bool {
+        true
+    }
+
     /// Whether an error of a launch says that the device has found a defect: how some planted edits show.
     fn is_defect(&self, error: &str) -> bool;
 
@@ -82,7 +95,9 @@ impl Target {
         let largest = case.sizes.iter().map(|(_, size)| *size).max().unwrap_or(0);
         match self {
             Target::Cpu => true,
-            Target::Gpu(bench) => largest <= bench.size_max() || (gate == Gate::Value && seed == 0),
+            Target::Gpu(bench) => {
+                bench.takes(case) && (largest <= bench.size_max() || (gate == Gate::Value && seed == 0))
+            }
         }
     }
 
@@ -152,6 +167,17 @@ impl Target {
         match self {
             Target::Cpu => format!("{}, {} threads", setting.level, setting.threads),
             Target::Gpu(bench) => bench.devices()[setting.threads - 1].0.to_owned(),
+        }
+    }
+
+    /// See [`Bench::can_edit`].
+    ///
+    /// # Errors
+    /// What is missing.
+    pub fn can_edit(&self) -> Result<(), String> {
+        match self {
+            Target::Cpu => Ok(()),
+            Target::Gpu(bench) => bench.can_edit(),
         }
     }
 

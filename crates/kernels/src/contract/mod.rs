@@ -213,6 +213,17 @@ impl Control {
         Control { name, gate, plant: Plant::Edit { backend: Backend::Metal, source, find, replace } }
     }
 
+    /// An edit of a CUDA source.
+    pub const fn cuda(
+        name: &'static str,
+        gate: Gate,
+        source: &'static str,
+        find: &'static str,
+        replace: &'static str,
+    ) -> Control {
+        Control { name, gate, plant: Plant::Edit { backend: Backend::Cuda, source, find, replace } }
+    }
+
     /// The same control of another kernel.
     pub const fn copy(&self) -> Control {
         Control { name: self.name, gate: self.gate, plant: self.plant }

@@ -30,6 +30,7 @@ pub(crate) const CASES: &[Case] = &[
     Case { name: "odd tile", rows: 9, sizes: &[("columns", 160), ("outputs", 39)] },
     Case { name: "padded columns", rows: 7, sizes: &[("columns", 84), ("outputs", 5)] },
     Case { name: "long", rows: 4, sizes: &[("columns", 4096), ("outputs", 64)] },
+    Case { name: "smallest scale", rows: 3, sizes: &[("columns", 96), ("outputs", 33), ("smallest scale", 1)] },
 ];
 
 pub(crate) const CONTROLS: &[Control] = &[
@@ -50,6 +51,39 @@ pub(crate) const SCALED_CONTROLS: &[Control] = &[
     CONTROLS[3].copy(),
     CONTROLS[4].copy(),
 ];
+
+/// Edits of the CUDA texts of few rows and of many.
+pub(crate) const CUDA_ROUNDING: Control = Control::cuda(
+    "leaves the rounding out (CUDA)",
+    Gate::Value,
+    include_str!("../shared/slab.cuh"),
+    "float value = round_to_bf16 ? bf16_round(sum[tile][i]) : sum[tile][i];",
+    "float value = sum[tile][i];",
+);
+/// See [`CUDA_ROUNDING`].
+pub(crate) const CUDA_THIRD_TILE: Control = Control::cuda(
+    "starts the third tile of rows elsewhere (CUDA)",
+    Gate::Geometry,
+    include_str!("../shared/slab.cuh"),
+    "for (int i = 0; i < 4; i++) acc[tile][i] = 0.0f;",
+    "for (int i = 0; i < 4; i++) acc[tile][i] = tile > 1 ? 1.0f : 0.0f;",
+);
+/// See [`CUDA_ROUNDING`].
+pub(crate) const CUDA_TILE_STEPS: Control = Control::cuda(
+    "multiplies with the inputs of another step in tiles (CUDA)",
+    Gate::Value,
+    include_str!("../shared/tile.cuh"),
+    "descriptor + 2 * k",
+    "descriptor + 2 * (k ^ 1)",
+);
+/// See [`CUDA_ROUNDING`].
+pub(crate) const CUDA_SCALE: Control = Control::cuda(
+    "takes the scale of another block row (CUDA)",
+    Gate::Value,
+    include_str!("../shared/slab.cuh"),
+    ": args.scales0 + (size_t)(slab / 2) * shape.scale_stride",
+    ": args.scales0 + (size_t)(slab / 4) * shape.scale_stride",
+);
 
 /// An edit of the Metal text of the dot products.
 pub(crate) const fn metal_dot(name: &'static str, find: &'static str, replace: &'static str) -> Control {
@@ -96,7 +130,7 @@ pub(crate) fn make(case: &Case, seed: u64, format: Format) -> Box<dyn World> {
                 let mut scales = values.e8m0(outputs.div_ceil(32) * blocks, -9);
                 if finish == Finish::F32 {
                     // Code 0 is 2^-127, which no shift of the code gives.
-                    scales[..blocks].fill(0);
+                    scales[..blocks].fill(if case.size("smallest scale") > 0 { 0 } else { 3 });
                 }
                 let decoded = linear_fp8::reference::dequantise(&bytes, &scales, columns);
                 Stored { outputs, bytes, scales, values: decoded, finish }
@@ -134,7 +168,8 @@ impl Linear {
             scales.chunks_mut(self.columns.div_ceil(32)).for_each(|row| row.rotate_left(1));
         }
         if fault.is("applies the scale twice") {
-            scales.iter_mut().for_each(|code| *code = code.wrapping_mul(2).wrapping_sub(127));
+            // Within what every backend packs.
+            scales.iter_mut().for_each(|code| *code = code.wrapping_mul(2).wrapping_sub(127).clamp(3, 134));
         }
         (bytes, scales)
     }

@@ -1,7 +1,9 @@
 //! What must hold of the linears with unquantised weights; the world is [`crate::linear::contract`]'s.
 
 use crate::contract::*;
-use crate::linear::contract::{BOUND, CASES, CONTROLS, Format, ORDER, make, metal_dot};
+use crate::linear::contract::{
+    BOUND, CASES, CONTROLS, CUDA_ROUNDING, CUDA_THIRD_TILE, CUDA_TILE_STEPS, Format, ORDER, make, metal_dot,
+};
 
 pub const LINEAR_BF16: Contract = Contract {
     name: "linear_bf16",
@@ -24,6 +26,9 @@ pub const LINEAR_BF16: Contract = Contract {
             "if ((g & 2u) == 0u) even = fma(w1, x1",
             "if ((g & 4u) == 0u) even = fma(w1, x1",
         ),
+        CUDA_ROUNDING,
+        CUDA_THIRD_TILE,
+        CUDA_TILE_STEPS,
     ],
     standard: STANDARD_CONTROLS,
 };

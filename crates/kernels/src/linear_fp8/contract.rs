@@ -1,7 +1,10 @@
 //! What must hold of the FP8 linears; the world is [`crate::linear::contract`]'s.
 
 use crate::contract::*;
-use crate::linear::contract::{BOUND, CASES, Format, ORDER, SCALED_CONTROLS, make, metal_dot};
+use crate::linear::contract::{
+    BOUND, CASES, CUDA_ROUNDING, CUDA_SCALE, CUDA_THIRD_TILE, CUDA_TILE_STEPS, Format, ORDER, SCALED_CONTROLS, make,
+    metal_dot,
+};
 
 pub const LINEAR_FP8: Contract = Contract {
     name: "linear_fp8",
@@ -27,6 +30,10 @@ pub const LINEAR_FP8: Contract = Contract {
             "const float scale = g < groups ? e8m0_value(scales[g]) : 1.0f;",
             "const float scale = g + 1u < groups ? e8m0_value(scales[g]) : 1.0f;",
         ),
+        CUDA_ROUNDING,
+        CUDA_THIRD_TILE,
+        CUDA_TILE_STEPS,
+        CUDA_SCALE,
     ],
     standard: STANDARD_CONTROLS,
 };

@@ -21,6 +21,13 @@ pub const LM_HEAD: Contract = Contract {
         ),
         metal("takes the rows in order (Metal)", "ulong(row_indices[i]) * columns", "ulong(i) * columns"),
         metal("rounds the logits (Metal)", "+ n] = sum;", "+ n] = bf16_round(sum);"),
+        Control::cuda(
+            "takes the rows in order (CUDA)",
+            Gate::Value,
+            include_str!("../linear/kernel.cu"),
+            "(chosen ? chosen[row] : row) * shape.x_stride + part",
+            "row * shape.x_stride + part",
+        ),
     ],
     standard: STANDARD_CONTROLS,
 };

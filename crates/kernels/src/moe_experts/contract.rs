@@ -50,6 +50,20 @@ pub const MOE_EXPERTS: Contract = Contract {
         Control::value("gate and up change places"),
     ],
     edits: &[
+        Control::cuda(
+            "leaves the routing weight out (CUDA)",
+            Gate::Value,
+            include_str!("kernel.cu"),
+            "silu(gate) * up * args.pair_weight[pair0 + column]",
+            "silu(gate) * up",
+        ),
+        Control::cuda(
+            "forgets the clamp of the gate (CUDA)",
+            Gate::Value,
+            include_str!("kernel.cu"),
+            "min_second(shape.limit, bf16_round(value[i]))",
+            "bf16_round(value[i])",
+        ),
         metal_dot(
             "takes the other half's nibbles (Metal)",
             "codes[16u * block + l] >> 8u * h",

@@ -1,0 +1,126 @@
+//! CUDA kernels on the GPU of this machine.
+
+use crate::limits::{CudaLaunch, NVIDIA, cuda_problems};
+use crate::target::{Bench, Target};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use tf_device::Device;
+use tf_device::cuda::{Asked, Trial, device_on_trial};
+use tf_kernels::contract::Case;
+use tf_kernels::cubins;
+
+/// Families whose products are chains of tensor-core steps; all others have the CPU's order.
+const OWN_ORDER: [&str; 4] = ["linear_fp8", "linear_bf16", "lm_head", "moe_experts"];
+
+/// The ways to cut a launch: as the device is, on a few of its multiprocessors, and with the least shared memory of any
+/// architecture.
+const WAYS: [(&str, Option<u32>, Option<u32>); 3] = [
+    ("the whole device", None, None),
+    ("seven multiprocessors", Some(7), None),
+    ("99 KiB of shared memory", None, Some(99 << 10)),
+];
+
+struct Cuda {
+    name: String,
+    devices: Vec<(&'static str, Device)>,
+    target: String,
+    asked: Asked,
+}
+
+/// The first GPU.
+///
+/// # Errors
+/// Why there is none.
+pub fn cuda() -> Result<Target, String> {
+    let asked = Asked::default();
+    let mut devices = Vec::new();
+    for (name, units, shared_bytes) in WAYS {
+        let trial = Trial { units, shared_bytes, asked: Some(asked.clone()) };
+        devices.push((name, device_on_trial(0, cubins::find, trial).map_err(|error| error.to_string())?));
+    }
+    let Device::Gpu(first) = &devices[0].1 else { return Err("the first device is no GPU".to_owned()) };
+    let (name, target) = (first.name().to_owned(), first.limits().target.clone());
+    Ok(Target::Gpu(Arc::new(Cuda { name, devices, target, asked })))
+}
+
+impl Bench for Cuda {
+    fn name(&self) -> String {
+        self.name.clone()
+    }
+
+    fn devices(&self) -> &[(&'static str, Device)] {
+        &self.devices
+    }
+
+    fn edited(&self, source: &'static str, text: String) -> Result<Device, String> {
+        // Every program that has the text gets its own build.
+        let mut built: BTreeMap<&'static str, &'static [u8]> = BTreeMap::new();
+        for program in cubins::programs_of(source) {
+            let cubin = cubins::compile(program, &self.target, &[(source, &text)])?;
+            built.insert(program, cubin.leak());
+        }
+        if built.is_empty() {
+            return Err("no CUDA program has this source".to_owned());
+        }
+        let find = move |program: &str, target: &str| match built.get(program) {
+            Some(cubin) => Some(*cubin),
+            None => cubins::find(program, target),
+        };
+        device_on_trial(0, find, Trial::default()).map_err(|error| error.to_string())
+    }
+
+    fn can_edit(&self) -> Result<(), String> {
+        match tf_device::cuda::nvrtc::is_present() {
+            true => Ok(()),
+            false => Err("edited CUDA sources need NVRTC (libnvrtc.so), which this machine does not have".to_owned()),
+        }
+    }
+
+    fn takes(&self, case: &Case) -> bool {
+        // Codes times such scales are not exact in bf16, so packing refuses them.
+        case.sizes.iter().all(|(name, _)| *name != "smallest scale")
+    }
+
+    fn is_defect(&self, _error: &str) -> bool {
+        false
+    }
+
+    fn has_cpu_bits(&self, kernel: &str) -> bool {
+        let family = kernel.split('/').next().unwrap_or(kernel);
+        // Float32 weights have no tensor-core step.
+        !OWN_ORDER.contains(&family) || kernel == "linear_bf16/f32"
+    }
+
+    fn rows_max(&self) -> usize {
+        usize::MAX
+    }
+
+    fn size_max(&self) -> usize {
+        usize::MAX
+    }
+
+    fn limit_problems(&self) -> Vec<String> {
+        let asked = self.asked.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let mut problems = Vec::new();
+        for (program, target, figures) in cubins::figures() {
+            let Some((threads, dynamic)) = asked.get(&(program, figures.kernel)) else { continue };
+            let name = format!("sm_{}", target.trim_end_matches('a'));
+            let Some(chip) = NVIDIA.iter().find(|chip| chip.name == name) else {
+                problems.push(format!("there are no limits of {name}"));
+                continue;
+            };
+            let launch = CudaLaunch {
+                threads: *threads,
+                thread_registers: figures.registers,
+                static_shared_bytes: figures.shared_bytes,
+                // Launchers ask each device for what it has.
+                dynamic_shared_bytes: if target == self.target { *dynamic } else { 0 },
+                // The cubins' build lets a few bytes outside the loops pass elsewhere.
+                spill_bytes: if target == self.target { figures.spill_bytes } else { 0 },
+            };
+            let found = cuda_problems(chip, &launch).into_iter();
+            problems.extend(found.map(|text| format!("{program}/{}: {text}", figures.kernel)));
+        }
+        problems
+    }
+}
