@@ -57,8 +57,8 @@ pub(crate) const CUDA_ROUNDING: Control = Control::cuda(
     "leaves the rounding out (CUDA)",
     Gate::Value,
     include_str!("../shared/slab.cuh"),
-    "float value = round_to_bf16 ? bf16_round(sum[tile][i]) : sum[tile][i];",
-    "float value = sum[tile][i];",
+    "const float value = round_to_bf16 ? bf16_round(sum[tile][i]) : sum[tile][i];",
+    "const float value = sum[tile][i];",
 );
 /// See [`CUDA_ROUNDING`].
 pub(crate) const CUDA_THIRD_TILE: Control = Control::cuda(

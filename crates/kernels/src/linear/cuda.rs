@@ -624,36 +624,6 @@ impl Common<'_> {
     }
 }
 
-/// A launch of an FP8 product in one fold, for a few rows of float32 inputs: what a family adds its own fields to.
-pub(crate) struct Together {
-    pub kernel: &'static str,
-    pub groups: usize,
-    pub threads: usize,
-    pub shared_bytes: usize,
-    /// `LinearShape`.
-    pub shape: ShapeBytes,
-}
-
-impl Together {
-    /// `[rows, weight_rows] = x @ W^T`, `x`: `[rows, columns]`, columns whole blocks. `None` where it needs another fold.
-    pub fn plan(rows: usize, weight_rows: usize, columns: usize, chunk: usize, chip: Chip) -> Option<Together> {
-        if rows > DIRECT_ROWS_MAX || !columns.is_multiple_of(BLOCK) {
-            return None;
-        }
-        let (slabs, blocks) = (weight_rows.div_ceil(SLAB), columns / BLOCK);
-        let operator = Operator { format: Format::Fp8, slabs, blocks, groups: 1, chunk: chunk / BLOCK };
-        let plan = operator.plan_fold(rows, chip, Fold::Together)?;
-        let shape = first_fields(&operator, &plan, rows, columns, false, scale_stride(columns), slabs)
-            .uint(0)
-            .uint(weight_rows)
-            .uint(weight_rows)
-            .uint(1);
-        let shape = shape.uint(0).uint(0).uint(0).uint(0);
-        let Plan { kernel, groups, threads, shared_bytes, .. } = plan;
-        Some(Together { kernel, groups, threads, shared_bytes, shape })
-    }
-}
-
 /// The fields of `LinearShape` up to the outputs.
 fn first_fields(
     operator: &Operator,

@@ -7,6 +7,17 @@
 #include "slab.cuh"
 #include "tile.cuh"
 
+struct Fp8 {
+    static constexpr int VECTORS = 1;
+    static constexpr bool SCALED = true, ARGMAX = false;
+    static __device__ __forceinline__ void decode(const uint4 (&v)[1], u32 factor, u32 (&a)[8]) {
+        decode_fp8(v[0].x, factor, a[0], a[2]);
+        decode_fp8(v[0].y, factor, a[1], a[3]);
+        decode_fp8(v[0].z, factor, a[4], a[6]);
+        decode_fp8(v[0].w, factor, a[5], a[7]);
+    }
+};
+
 // The depth follows from the operator's chunk, the bound on threads from the depth; `any` takes chunks of every length.
 #define LINEAR(name, threads, depth, whole, fold) \
     extern "C" __global__ void __launch_bounds__(threads, 1) name(LINEAR_PARAMETERS) { \

@@ -7,7 +7,7 @@ use super::pack_cuda::{BLOCK, SLAB};
 use super::{Args, Shared};
 use crate::linear::Finish;
 use crate::linear::cuda::{
-    self, ATOM, Chip, Format, Input, Linear, STAGE, TILE_THREADS, Together, tile_bytes, tile_shared_bytes,
+    self, ATOM, Chip, Format, Input, Linear, STAGE, TILE_THREADS, tile_bytes, tile_shared_bytes,
 };
 use crate::linear_fp8::Weights as Fp8Weights;
 use tf_device::gpu::{Binding, GpuQueue, Launch, Program, ShapeBytes, Tuning};
@@ -38,7 +38,7 @@ const TILE_PAIRS: [usize; 2] = [64, 128];
 /// Pairs an expert on average from which on the larger tile is taken.
 const MANY_PAIRS: usize = 56;
 /// Pairs an expert on average from which on tiles are quicker than passes of eight.
-const TILED_PAIRS: usize = 5;
+const TILED_PAIRS: usize = 12;
 /// Stages of a tile's inputs in shared memory, and bytes of a warp's ring of ten stages of weights.
 const TILE_SLOTS: usize = 5;
 const TILE_RING_BYTES: usize = 10 * SLOT;
@@ -151,7 +151,7 @@ fn mix(
     room: &Room,
     chip: Chip,
 ) -> Result<(), LaunchError> {
-    let Figures { rows, hidden, intermediate, pairs, limit, .. } = *figures;
+    let Figures { rows, hidden, intermediate, pairs, .. } = *figures;
     let weights = args.weights.shared();
     let mut gate = queue.take_scratch("experts, shared gate", rows * intermediate * 4)?;
     let mut up = queue.take_scratch("experts, shared up", rows * intermediate * 4)?;
@@ -159,27 +159,11 @@ fn mix(
     let mut products = [product(&weights.w1, &mut gate), product(&weights.w3, &mut up)];
     fp8(queue, &mut products, hidden, UP_CHUNK, rows, input)?;
     let (routed, pair_of) = (Binding::ReadAt(memory, room.out), Binding::ReadAt(memory, room.pair_of));
-    if let Some(plan) = Together::plan(rows, hidden, intermediate, DOWN_CHUNK, chip) {
-        let (codes, scales) = weights.w2.buffers();
-        let mut bindings = [
-            Binding::Read(codes),
-            Binding::Read(scales),
-            Binding::Read(&gate),
-            Binding::Read(&up),
-            routed,
-            pair_of,
-            Binding::Write(args.out),
-        ];
-        let shape = plan.shape.float(limit).uint(args.picks).uint(pairs);
-        let entry = if plan.kernel == "linear_fp8_9" { "experts_mix_9" } else { "experts_mix_any" };
-        launch(queue, entry, &mut bindings, &shape, [plan.groups, plan.threads, plan.shared_bytes])?;
-    } else {
-        let shared_out = shared_down(queue, weights, figures, chip, [&gate, &up])?;
-        let shape = ShapeBytes::new().uint(rows).uint(args.picks).uint(pairs).uint(hidden);
-        let mut bindings = [routed, pair_of, Binding::Read(&shared_out), Binding::Write(args.out)];
-        simple(queue, "experts_combine", &mut bindings, &shape, rows * hidden / 2)?;
-        queue.keep_scratch("experts, shared out", shared_out);
-    }
+    let shared_out = shared_down(queue, weights, figures, chip, [&gate, &up])?;
+    let shape = ShapeBytes::new().uint(rows).uint(args.picks).uint(pairs).uint(hidden);
+    let mut bindings = [routed, pair_of, Binding::Read(&shared_out), Binding::Write(args.out)];
+    simple(queue, "experts_combine", &mut bindings, &shape, rows * hidden / 2)?;
+    queue.keep_scratch("experts, shared out", shared_out);
     queue.keep_scratch("experts, shared gate", gate);
     queue.keep_scratch("experts, shared up", up);
     Ok(())

@@ -10,7 +10,6 @@
 // max  scale codes 2 to 128, so that code times scale is exact in bf16 (checked when packed); an expert with more pairs than
 //      staged rows reads its weights again
 #include "math.cuh"
-#include "slab.cuh"
 #include "tensor.cuh"
 #include "tile.cuh"
 
@@ -397,25 +396,6 @@ extern "C" __global__ void __launch_bounds__(256)
         ((float2*)out)[i] = make_float2(bf16_round(low + last.x), bf16_round(high + last.y));
     }
 }
-
-struct MixShape {
-    LinearShape linear;
-    float limit;
-    int picks, pair_count;
-};
-
-// The shared expert's last product for a few rows, whose inputs are its activations, and the mixture:
-// out[r] = bf16(0 + the row's pairs in ascending expert id + bf16(activation w2^T)).
-#define EXPERTS_MIX(name, threads, depth, whole) \
-    extern "C" __global__ void __launch_bounds__(threads, 1) \
-        name(const uint4* weights, const u8* scales, const float* gate, const float* up, const u16* pairs, const u32* pair_of, float* out, \
-             MixShape shape) { \
-        const LinearArgs args = {gate, nullptr, nullptr, nullptr, nullptr, weights, weights, scales, scales, out, out, shape.linear}; \
-        const MixArgs mix = {up, pairs, pair_of, shape.limit, shape.picks, shape.pair_count}; \
-        slab_linear<Fp8, depth, whole, TOGETHER, true>(args, mix); \
-    }
-EXPERTS_MIX(experts_mix_9, 384, 9, true)
-EXPERTS_MIX(experts_mix_any, 512, 4, false)
 
 struct PairTilesShape {
     int columns, stages, atoms;

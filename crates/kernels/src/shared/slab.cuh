@@ -4,7 +4,6 @@
 // rows (four tiles of 8). Each output is a chain of tensor-core steps per chunk, ascending, and the chunks are added left
 // to right in float32. The chunk length belongs to the operator. Rows, grid and warps only decide who computes what.
 #pragma once
-#include "math.cuh"
 #include "tensor.cuh"
 
 // How many chunks, who holds them and where results go. Mirrors the launcher's struct field by field.
@@ -37,15 +36,6 @@ struct LinearArgs {
     float* out0;            // [rows, out_stride] float32; null where only `best` is wanted
     float* out1;
     LinearShape shape;
-};
-
-// The shared expert's last product, which makes its own inputs and adds the routed experts: MIX below.
-struct MixArgs {
-    const float* up;        // as `x`, which is the gate: [rows, x_stride] float32 that holds bf16 values
-    const u16* pairs;       // [pairs, out_stride] bf16: outputs of the routed experts
-    const u32* pair_of;     // [rows, picks]: the pairs of each row in ascending expert id
-    float limit;
-    int picks, pair_count;
 };
 
 #define LINEAR_PARAMETERS \
@@ -105,36 +95,6 @@ __device__ __forceinline__ void stage_inputs(const LinearArgs& args, char* stage
     }
 }
 
-// QDQ8(bf16(silu(min(limit, gate)) * clamp(up))) instead of `x` itself. Four neighbouring threads make a block of 32.
-__device__ __forceinline__ void stage_activations(const LinearArgs& args, const MixArgs& mix, char* staged, int from, int count) {
-    const LinearShape& shape = args.shape;
-    const u32 four = 15u << (threadIdx.x & 28);
-    for (int row = 0; row < shape.rows; row++, staged += staged_stride(count)) {
-        for (int part = threadIdx.x; part < count * 4; part += blockDim.x) {
-            const size_t at = (size_t)row * shape.x_stride + from * 32 + part * 8;
-            float value[8];
-            u32 amax = 0;
-#pragma unroll
-            for (int i = 0; i < 8; i++) {
-                const float gate = min_second(mix.limit, ((const float*)args.x)[at + i]);
-                const float up = min_second(mix.limit, max_second(-mix.limit, mix.up[at + i]));
-                value[i] = bf16_round(silu(gate) * up);
-                amax = max(amax, __float_as_uint(value[i]) & 0x7fffffffu);
-            }
-            amax = max(amax, __shfl_xor_sync(four, amax, 1));
-            amax = max(amax, __shfl_xor_sync(four, amax, 2));
-            const u32 scale = fp8_scale(amax);
-            u32 words[4];
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const u32 low = __float_as_uint(fp8_round(value[2 * i], scale)), high = __float_as_uint(fp8_round(value[2 * i + 1], scale));
-                words[i] = low >> 16 | (high & 0xffff0000u);
-            }
-            *(uint4*)(staged + part * 16) = make_uint4(words[0], words[1], words[2], words[3]);
-        }
-    }
-}
-
 // The winners of all blocks; the last block writes the indices and leaves everything zero again. Integer maxima: any order
 // gives the same winner.
 __device__ __forceinline__ void finish_argmax(const LinearArgs& args, const u64 (&best)[4][2], int tiles) {
@@ -166,17 +126,6 @@ __device__ __forceinline__ void finish_argmax(const LinearArgs& args, const u64 
     if (threadIdx.x == 0) args.counters[args.shape.slabs] = 0;
 }
 
-struct Fp8 {
-    static constexpr int VECTORS = 1;
-    static constexpr bool SCALED = true, ARGMAX = false;
-    static __device__ __forceinline__ void decode(const uint4 (&v)[1], u32 factor, u32 (&a)[8]) {
-        decode_fp8(v[0].x, factor, a[0], a[2]);
-        decode_fp8(v[0].y, factor, a[1], a[3]);
-        decode_fp8(v[0].z, factor, a[4], a[6]);
-        decode_fp8(v[0].w, factor, a[5], a[7]);
-    }
-};
-
 template <int N>
 struct Tiles {
     static constexpr int COUNT = N;
@@ -191,9 +140,8 @@ __device__ __forceinline__ int tile_count(int rows) { return rows <= 8 ? 1 : row
 enum Fold { TOGETHER, CLUSTER, APART };
 
 // DEPTH: blocks that a warp has in flight. WHOLE: every chunk is a multiple of DEPTH blocks.
-// MIX: inputs are activations, and the routed experts are added to the outputs.
-template <class Format, int DEPTH, bool WHOLE, Fold FOLD, bool MIX = false>
-__device__ __forceinline__ void slab_linear(const LinearArgs& args, const MixArgs& mix = {}) {
+template <class Format, int DEPTH, bool WHOLE, Fold FOLD>
+__device__ __forceinline__ void slab_linear(const LinearArgs& args) {
     extern __shared__ __align__(128) char shared_bytes[];
     const LinearShape& shape = args.shape;
     constexpr int VECTORS = Format::VECTORS;
@@ -240,16 +188,7 @@ __device__ __forceinline__ void slab_linear(const LinearArgs& args, const MixArg
             for (int i = 0; i < 4; i++) {
                 const int token = tile * 8 + 2 * (lane % 4) + (i & 1), row = row0 + (i >> 1) * 8;
                 if (token >= shape.rows || row < begin || row >= end) continue;
-                float value = round_to_bf16 ? bf16_round(sum[tile][i]) : sum[tile][i];
-                if constexpr (MIX) {
-                    float total = 0.0f;
-#pragma unroll 1
-                    for (int pick = 0; pick < mix.picks; pick++) {
-                        const u32 pair = mix.pair_of[token * mix.picks + pick];
-                        if (pair < (u32)mix.pair_count) total += bf16_to_f32(mix.pairs[(size_t)pair * out_stride + row]);
-                    }
-                    value = bf16_round(total + value);
-                }
+                const float value = round_to_bf16 ? bf16_round(sum[tile][i]) : sum[tile][i];
                 if (out) out[(u32)(token * out_stride + row - begin)] = value;
                 if (Format::ARGMAX) {
                     const u64 key = (u64)order_key(sum[tile][i]) << 32 | (u32)~row;
@@ -313,8 +252,7 @@ __device__ __forceinline__ void slab_linear(const LinearArgs& args, const MixArg
                 const int count = staged_blocks / shape.phases;
                 // Pieces: as many as the registers beside the ring take.
                 constexpr int PIECES = Format::ARGMAX ? 0 : DEPTH * VECTORS >= 16 || DEPTH == 9 ? 3 : VECTORS == 2 ? 1 : 2;
-if constexpr (MIX) stage_activations(args, mix, staged, staged_first + phase * count, count);
-                else stage_inputs<PIECES>(args, staged, group * shape.blocks + staged_first + phase * count, count);
+stage_inputs<PIECES>(args, staged, group * shape.blocks + staged_first + phase * count, count);
                 __syncthreads();
             }
             if (index >= mine) continue;
