@@ -2,7 +2,7 @@
 
 use crate::rows::{EntryInfo, RowInfo, WindowInfo};
 use tf_device::Buffer;
-use tf_device::gpu::{Binding, Plain, Program};
+use tf_device::gpu::{Binding, Plain, Program, Tuning};
 
 /// The Metal text of the dot products.
 pub const LINEAR: &str = include_str!("shared/linear.metal");
@@ -25,6 +25,10 @@ pub fn groups_of(items: usize) -> u32 {
 pub const fn program(name: &'static str, metal: Option<&'static str>, cuda: bool) -> Program {
     Program { name, metal, metal_includes: METAL_INCLUDES, cuda }
 }
+
+/// How the families beside the linears are launched: an entry may start while the launch before it ends, and waits itself before
+/// it touches what that one reads or writes.
+pub(crate) const OVERLAP: Tuning = Tuning { cluster: 1, overlap: true };
 
 /// A count as a launch takes it; what does not fit is refused there, as beyond every limit.
 pub(crate) fn count(value: usize) -> u32 {

@@ -1,5 +1,5 @@
 use super::{Args, Compressed, Shape, Span, gpu_keys, gpu_scratch_floats};
-use crate::gpu::{count, program};
+use crate::gpu::{OVERLAP, count, program};
 use tf_device::LaunchError;
 use tf_device::gpu::{Backend, Binding, GpuQueue, Launch, Program, ShapeBytes, bytes_of};
 
@@ -45,28 +45,31 @@ fn run_whole(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
     LaunchError::check_limit("the keys of a row", gpu_keys(args.shape), METAL_KEYS_MAX)?;
     let shape = sizes(&args, args.rows.len());
     let [cache, table, selected, counts] = compressed_bindings(&args.compressed);
-    queue.launch(Launch {
-        program: &PROGRAM,
-        entry: "attention",
-        bindings: &mut [
-            Binding::Read(args.q),
-            Binding::Bytes(bytes_of(args.rows)),
-            Binding::Bytes(bytes_of(args.windows)),
-            Binding::Read(args.records),
-            Binding::Read(args.ring),
-            cache,
-            table,
-            selected,
-            counts,
-            Binding::Read(args.sinks),
-            Binding::Bytes(bytes_of(args.frequencies)),
-            Binding::Write(args.out),
-        ],
-        shape: shape.bytes(),
-        groups: count(args.rows.len() * args.shape.heads),
-        threads: METAL_THREADS,
-        shared_bytes: 0,
-    })
+    queue.launch_tuned(
+        Launch {
+            program: &PROGRAM,
+            entry: "attention",
+            bindings: &mut [
+                Binding::Read(args.q),
+                Binding::Bytes(bytes_of(args.rows)),
+                Binding::Bytes(bytes_of(args.windows)),
+                Binding::Read(args.records),
+                Binding::Read(args.ring),
+                cache,
+                table,
+                selected,
+                counts,
+                Binding::Read(args.sinks),
+                Binding::Bytes(bytes_of(args.frequencies)),
+                Binding::Write(args.out),
+            ],
+            shape: shape.bytes(),
+            groups: count(args.rows.len() * args.shape.heads),
+            threads: METAL_THREADS,
+            shared_bytes: 0,
+        },
+        OVERLAP,
+    )
 }
 
 /// Scores of as many rows as the scratch holds, then their softmax, then the mix of their keys. Bits depend on none of the
@@ -120,27 +123,30 @@ fn launch_scores(
     shape: &ShapeBytes,
 ) -> Result<(), LaunchError> {
     let [cache, table, selected, counts] = compressed_bindings(&args.compressed);
-    queue.launch(Launch {
-        program: &PROGRAM,
-        entry: cut.scores,
-        bindings: &mut [
-            Binding::Read(args.q),
-            Binding::Bytes(bytes_of(args.rows)),
-            Binding::Bytes(bytes_of(args.windows)),
-            Binding::Read(args.records),
-            Binding::Read(args.ring),
-            cache,
-            table,
-            selected,
-            counts,
-            Binding::Bytes(bytes_of(args.frequencies)),
-            Binding::Write(args.scratch),
-        ],
-        shape: shape.bytes(),
-        groups: count(rows * args.shape.heads.div_ceil(cut.heads) * gpu_keys(args.shape).div_ceil(cut.keys)),
-        threads: THREADS,
-        shared_bytes: 0,
-    })
+    queue.launch_tuned(
+        Launch {
+            program: &PROGRAM,
+            entry: cut.scores,
+            bindings: &mut [
+                Binding::Read(args.q),
+                Binding::Bytes(bytes_of(args.rows)),
+                Binding::Bytes(bytes_of(args.windows)),
+                Binding::Read(args.records),
+                Binding::Read(args.ring),
+                cache,
+                table,
+                selected,
+                counts,
+                Binding::Bytes(bytes_of(args.frequencies)),
+                Binding::Write(args.scratch),
+            ],
+            shape: shape.bytes(),
+            groups: count(rows * args.shape.heads.div_ceil(cut.heads) * gpu_keys(args.shape).div_ceil(cut.keys)),
+            threads: THREADS,
+            shared_bytes: 0,
+        },
+        OVERLAP,
+    )
 }
 
 fn launch_softmax(
@@ -151,21 +157,24 @@ fn launch_softmax(
 ) -> Result<(), LaunchError> {
     let [_, _, _, counts] = compressed_bindings(&args.compressed);
     let warps = THREADS as usize / 32;
-    queue.launch(Launch {
-        program: &PROGRAM,
-        entry: "attention_softmax",
-        bindings: &mut [
-            Binding::Bytes(bytes_of(args.rows)),
-            Binding::Bytes(bytes_of(args.windows)),
-            counts,
-            Binding::Read(args.sinks),
-            Binding::Write(args.scratch),
-        ],
-        shape: shape.bytes(),
-        groups: count((rows * args.shape.heads).div_ceil(warps)),
-        threads: THREADS,
-        shared_bytes: count(4 * warps * gpu_keys(args.shape)),
-    })
+    queue.launch_tuned(
+        Launch {
+            program: &PROGRAM,
+            entry: "attention_softmax",
+            bindings: &mut [
+                Binding::Bytes(bytes_of(args.rows)),
+                Binding::Bytes(bytes_of(args.windows)),
+                counts,
+                Binding::Read(args.sinks),
+                Binding::Write(args.scratch),
+            ],
+            shape: shape.bytes(),
+            groups: count((rows * args.shape.heads).div_ceil(warps)),
+            threads: THREADS,
+            shared_bytes: count(4 * warps * gpu_keys(args.shape)),
+        },
+        OVERLAP,
+    )
 }
 
 fn launch_mix(
@@ -176,25 +185,28 @@ fn launch_mix(
     shape: &ShapeBytes,
 ) -> Result<(), LaunchError> {
     let [cache, table, selected, counts] = compressed_bindings(&args.compressed);
-    queue.launch(Launch {
-        program: &PROGRAM,
-        entry: cut.mix,
-        bindings: &mut [
-            Binding::Bytes(bytes_of(args.rows)),
-            Binding::Bytes(bytes_of(args.windows)),
-            Binding::Read(args.records),
-            Binding::Read(args.ring),
-            cache,
-            table,
-            selected,
-            counts,
-            Binding::Bytes(bytes_of(args.frequencies)),
-            Binding::Read(args.scratch),
-            Binding::Write(args.out),
-        ],
-        shape: shape.bytes(),
-        groups: count(rows * args.shape.heads.div_ceil(cut.heads) * (args.shape.head_dim / cut.keys)),
-        threads: THREADS,
-        shared_bytes: count(8 * gpu_keys(args.shape)),
-    })
+    queue.launch_tuned(
+        Launch {
+            program: &PROGRAM,
+            entry: cut.mix,
+            bindings: &mut [
+                Binding::Bytes(bytes_of(args.rows)),
+                Binding::Bytes(bytes_of(args.windows)),
+                Binding::Read(args.records),
+                Binding::Read(args.ring),
+                cache,
+                table,
+                selected,
+                counts,
+                Binding::Bytes(bytes_of(args.frequencies)),
+                Binding::Read(args.scratch),
+                Binding::Write(args.out),
+            ],
+            shape: shape.bytes(),
+            groups: count(rows * args.shape.heads.div_ceil(cut.heads) * (args.shape.head_dim / cut.keys)),
+            threads: THREADS,
+            shared_bytes: count(8 * gpu_keys(args.shape)),
+        },
+        OVERLAP,
+    )
 }

@@ -1,6 +1,6 @@
 use super::cpu::check_row;
 use super::{EngramError, GateArgs, GatherArgs};
-use crate::gpu::{a_simd_group_each, count, mark_bytes, marks, program};
+use crate::gpu::{OVERLAP, a_simd_group_each, count, mark_bytes, marks, program};
 use crate::hyper::STREAMS;
 use tf_device::LaunchError;
 use tf_device::gpu::{Backend, Binding, GpuQueue, Launch, Program, ShapeBytes, bytes_of};
@@ -21,20 +21,23 @@ pub(super) fn run_gather(queue: &mut GpuQueue, args: GatherArgs<'_>) -> Result<(
     let in_order: Vec<u32> = (0..count(items)).collect();
     let shape = ShapeBytes::new().uint(items).uint(head_dim).uint(usize::from(quantise)).float(0.0).uint(0);
     let (groups, threads) = a_simd_group_each(items);
-    queue.launch(Launch {
-        program: &PROGRAM,
-        entry: "engram_gather",
-        bindings: &mut [
-            Binding::Bytes(&row_codes),
-            Binding::Bytes(&scale_codes),
-            Binding::Bytes(bytes_of(&in_order)),
-            Binding::Write(out),
-        ],
-        shape: shape.bytes(),
-        groups,
-        threads,
-        shared_bytes: 0,
-    })?;
+    queue.launch_tuned(
+        Launch {
+            program: &PROGRAM,
+            entry: "engram_gather",
+            bindings: &mut [
+                Binding::Bytes(&row_codes),
+                Binding::Bytes(&scale_codes),
+                Binding::Bytes(bytes_of(&in_order)),
+                Binding::Write(out),
+            ],
+            shape: shape.bytes(),
+            groups,
+            threads,
+            shared_bytes: 0,
+        },
+        OVERLAP,
+    )?;
     Ok(())
 }
 
@@ -48,19 +51,22 @@ pub(super) fn run_gate(queue: &mut GpuQueue, args: GateArgs<'_>) -> Result<(), L
         Backend::Metal => a_simd_group_each(items),
         Backend::Cuda => (count(items), 256),
     };
-    queue.launch(Launch {
-        program: &PROGRAM,
-        entry: "engram_gate",
-        bindings: &mut [
-            Binding::Write(streams),
-            Binding::Read(kv),
-            Binding::Read(q_weight),
-            Binding::Read(k_weight),
-            marks(&image),
-        ],
-        shape: shape.bytes(),
-        groups,
-        threads,
-        shared_bytes: 0,
-    })
+    queue.launch_tuned(
+        Launch {
+            program: &PROGRAM,
+            entry: "engram_gate",
+            bindings: &mut [
+                Binding::Write(streams),
+                Binding::Read(kv),
+                Binding::Read(q_weight),
+                Binding::Read(k_weight),
+                marks(&image),
+            ],
+            shape: shape.bytes(),
+            groups,
+            threads,
+            shared_bytes: 0,
+        },
+        OVERLAP,
+    )
 }

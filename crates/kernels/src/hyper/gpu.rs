@@ -1,5 +1,5 @@
 use super::{CollapseArgs, EnterArgs, ExpandArgs, TapArgs};
-use crate::gpu::{a_simd_group_each, a_thread_each, count, optional, program};
+use crate::gpu::{OVERLAP, a_simd_group_each, a_thread_each, count, optional, program};
 use tf_device::LaunchError;
 use tf_device::gpu::{Backend, Binding, GpuQueue, Launch, Program, ShapeBytes};
 
@@ -61,61 +61,70 @@ fn enter_metal(queue: &mut GpuQueue, args: EnterArgs<'_>, shape: &ShapeBytes) ->
     }
     // Two outputs a SIMD group, and the squares.
     let (groups, threads) = a_simd_group_each(rows * (super::MIXES / 2 + 1));
-    queue.launch(Launch {
-        program: &PROGRAM,
-        entry: "hyper_products",
-        bindings: &mut [Binding::Read(streams), Binding::Read(weights.function), Binding::Write(scratch)],
-        shape: shape.bytes(),
-        groups,
-        threads,
-        shared_bytes: 0,
-    })?;
+    queue.launch_tuned(
+        Launch {
+            program: &PROGRAM,
+            entry: "hyper_products",
+            bindings: &mut [Binding::Read(streams), Binding::Read(weights.function), Binding::Write(scratch)],
+            shape: shape.bytes(),
+            groups,
+            threads,
+            shared_bytes: 0,
+        },
+        OVERLAP,
+    )?;
     let (groups, threads) = a_simd_group_each(rows);
-    queue.launch(Launch {
-        program: &PROGRAM,
-        entry: "hyper_finish",
-        bindings: &mut [
-            Binding::Read(streams),
-            Binding::Write(mix),
-            Binding::Write(post),
-            Binding::Write(comb),
-            Binding::Read(weights.base),
-            Binding::Read(weights.scale),
-            Binding::Read(norm),
-            Binding::Read(scratch),
-            optional(normed),
-            optional(quantised),
-            Binding::Missing,
-        ],
-        shape: shape.bytes(),
-        groups,
-        threads,
-        shared_bytes: 0,
-    })
+    queue.launch_tuned(
+        Launch {
+            program: &PROGRAM,
+            entry: "hyper_finish",
+            bindings: &mut [
+                Binding::Read(streams),
+                Binding::Write(mix),
+                Binding::Write(post),
+                Binding::Write(comb),
+                Binding::Read(weights.base),
+                Binding::Read(weights.scale),
+                Binding::Read(norm),
+                Binding::Read(scratch),
+                optional(normed),
+                optional(quantised),
+                Binding::Missing,
+            ],
+            shape: shape.bytes(),
+            groups,
+            threads,
+            shared_bytes: 0,
+        },
+        OVERLAP,
+    )
 }
 
 fn enter_cuda(queue: &mut GpuQueue, args: EnterArgs<'_>, shape: &ShapeBytes) -> Result<(), LaunchError> {
     let EnterArgs { y, streams, mix, post, comb, weights, norm, rows, hidden, normed, quantised, scratch, .. } = args;
     LaunchError::check_limit("the hidden size", hidden, HIDDEN_MAX)?;
-    queue.launch(Launch {
-        program: &PROGRAM,
-        entry: "hyper_enter",
-        bindings: &mut [
-            y.map_or(Binding::Missing, Binding::Read),
-            Binding::Write(streams),
-            Binding::Read(mix),
-            Binding::Read(post),
-            Binding::Read(comb),
-            Binding::Read(norm),
-            optional(normed),
-            optional(quantised),
-            Binding::Write(scratch),
-        ],
-        shape: shape.bytes(),
-        groups: count(rows),
-        threads: ROW_THREADS,
-        shared_bytes: count(4 * hidden),
-    })?;
+    queue.launch_tuned(
+        Launch {
+            program: &PROGRAM,
+            entry: "hyper_enter",
+            bindings: &mut [
+                y.map_or(Binding::Missing, Binding::Read),
+                Binding::Write(streams),
+                Binding::Read(mix),
+                Binding::Read(post),
+                Binding::Read(comb),
+                Binding::Read(norm),
+                optional(normed),
+                optional(quantised),
+                Binding::Write(scratch),
+            ],
+            shape: shape.bytes(),
+            groups: count(rows),
+            threads: ROW_THREADS,
+            shared_bytes: count(4 * hidden),
+        },
+        OVERLAP,
+    )?;
     let mut bindings = vec![
         Binding::Read(streams),
         Binding::Write(mix),
@@ -134,29 +143,35 @@ fn enter_cuda(queue: &mut GpuQueue, args: EnterArgs<'_>, shape: &ShapeBytes) -> 
     } else {
         ("hyper_mixes", count(rows.div_ceil(SHARING_ROWS)), SHARING_BYTES)
     };
-    queue.launch(Launch {
-        program: &PROGRAM,
-        entry,
-        bindings: &mut bindings,
-        shape: shape.bytes(),
-        groups,
-        threads: MIX_THREADS,
-        shared_bytes,
-    })
+    queue.launch_tuned(
+        Launch {
+            program: &PROGRAM,
+            entry,
+            bindings: &mut bindings,
+            shape: shape.bytes(),
+            groups,
+            threads: MIX_THREADS,
+            shared_bytes,
+        },
+        OVERLAP,
+    )
 }
 
 pub(super) fn run_expand(queue: &mut GpuQueue, args: ExpandArgs<'_>) -> Result<(), LaunchError> {
     let ExpandArgs { y, streams, post, comb, rows, hidden } = args;
     let (groups, threads) = a_thread_each(rows * hidden);
-    queue.launch(Launch {
-        program: &PROGRAM,
-        entry: "hyper_expand",
-        bindings: &mut [Binding::Read(y), Binding::Write(streams), Binding::Read(post), Binding::Read(comb)],
-        shape: Sizes { rows, hidden, ..Sizes::default() }.shape().bytes(),
-        groups,
-        threads,
-        shared_bytes: 0,
-    })
+    queue.launch_tuned(
+        Launch {
+            program: &PROGRAM,
+            entry: "hyper_expand",
+            bindings: &mut [Binding::Read(y), Binding::Write(streams), Binding::Read(post), Binding::Read(comb)],
+            shape: Sizes { rows, hidden, ..Sizes::default() }.shape().bytes(),
+            groups,
+            threads,
+            shared_bytes: 0,
+        },
+        OVERLAP,
+    )
 }
 
 pub(super) fn run_collapse(queue: &mut GpuQueue, args: CollapseArgs<'_>) -> Result<(), LaunchError> {
@@ -170,22 +185,25 @@ pub(super) fn run_collapse(queue: &mut GpuQueue, args: CollapseArgs<'_>) -> Resu
             ((count(rows), ROW_THREADS), count(4 * hidden))
         }
     };
-    queue.launch(Launch {
-        program: &PROGRAM,
-        entry: "hyper_collapse",
-        bindings: &mut [
-            Binding::Read(streams),
-            Binding::Read(mix),
-            Binding::Read(norm),
-            optional(normed),
-            optional(quantised),
-            optional(collapsed),
-        ],
-        shape: Sizes { rows, hidden, outputs, norm_eps, ..Sizes::default() }.shape().bytes(),
-        groups,
-        threads,
-        shared_bytes,
-    })
+    queue.launch_tuned(
+        Launch {
+            program: &PROGRAM,
+            entry: "hyper_collapse",
+            bindings: &mut [
+                Binding::Read(streams),
+                Binding::Read(mix),
+                Binding::Read(norm),
+                optional(normed),
+                optional(quantised),
+                optional(collapsed),
+            ],
+            shape: Sizes { rows, hidden, outputs, norm_eps, ..Sizes::default() }.shape().bytes(),
+            groups,
+            threads,
+            shared_bytes,
+        },
+        OVERLAP,
+    )
 }
 
 pub(super) fn run_tap(queue: &mut GpuQueue, args: TapArgs<'_>) -> Result<(), LaunchError> {
@@ -195,13 +213,16 @@ pub(super) fn run_tap(queue: &mut GpuQueue, args: TapArgs<'_>) -> Result<(), Lau
         Backend::Metal => a_simd_group_each(rows),
         Backend::Cuda => a_thread_each(rows * hidden / 4),
     };
-    queue.launch(Launch {
-        program: &PROGRAM,
-        entry: "hyper_tap",
-        bindings: &mut [Binding::Read(streams), Binding::Write(out)],
-        shape: Sizes { rows, hidden, outputs, out_columns, out_offset, ..Sizes::default() }.shape().bytes(),
-        groups,
-        threads,
-        shared_bytes: 0,
-    })
+    queue.launch_tuned(
+        Launch {
+            program: &PROGRAM,
+            entry: "hyper_tap",
+            bindings: &mut [Binding::Read(streams), Binding::Write(out)],
+            shape: Sizes { rows, hidden, outputs, out_columns, out_offset, ..Sizes::default() }.shape().bytes(),
+            groups,
+            threads,
+            shared_bytes: 0,
+        },
+        OVERLAP,
+    )
 }

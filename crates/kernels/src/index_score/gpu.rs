@@ -1,5 +1,5 @@
 use super::Args;
-use crate::gpu::{a_thread_each, count, program};
+use crate::gpu::{OVERLAP, a_thread_each, count, program};
 use tf_device::LaunchError;
 use tf_device::gpu::{Backend, Binding, GpuQueue, Launch, Program, ShapeBytes, bytes_of};
 
@@ -21,22 +21,25 @@ pub(super) fn run(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchErro
         Backend::Metal => a_thread_each(tile.len() * columns),
         Backend::Cuda => (count(tile.len() * columns.div_ceil(CUDA_THREADS)), count(CUDA_THREADS)),
     };
-    queue.launch(Launch {
-        program: &PROGRAM,
-        entry: "index_score",
-        bindings: &mut [
-            Binding::Read(scored.queries),
-            Binding::Read(scored.weights),
-            Binding::Bytes(bytes_of(scored.rows)),
-            Binding::Read(scored.keys),
-            Binding::Bytes(bytes_of(scored.pages.table)),
-            restrict.map_or(Binding::Missing, |list| Binding::Read(list.blocks)),
-            restrict.map_or(Binding::Missing, |list| Binding::Read(list.counts)),
-            Binding::Write(scores),
-        ],
-        shape: shape.bytes(),
-        groups,
-        threads,
-        shared_bytes: 0,
-    })
+    queue.launch_tuned(
+        Launch {
+            program: &PROGRAM,
+            entry: "index_score",
+            bindings: &mut [
+                Binding::Read(scored.queries),
+                Binding::Read(scored.weights),
+                Binding::Bytes(bytes_of(scored.rows)),
+                Binding::Read(scored.keys),
+                Binding::Bytes(bytes_of(scored.pages.table)),
+                restrict.map_or(Binding::Missing, |list| Binding::Read(list.blocks)),
+                restrict.map_or(Binding::Missing, |list| Binding::Read(list.counts)),
+                Binding::Write(scores),
+            ],
+            shape: shape.bytes(),
+            groups,
+            threads,
+            shared_bytes: 0,
+        },
+        OVERLAP,
+    )
 }

@@ -1,5 +1,5 @@
 use super::{Args, RingArgs};
-use crate::gpu::{a_simd_group_each, count, program};
+use crate::gpu::{OVERLAP, a_simd_group_each, count, program};
 use crate::rows::RowInfo;
 use tf_device::LaunchError;
 use tf_device::gpu::{Backend, Binding, GpuQueue, Launch, Program, ShapeBytes, bytes_of};
@@ -10,21 +10,24 @@ pub(super) fn run(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchErro
     let Args { x, norm, eps, rows, frequencies, head_dim, records } = args;
     let shape = ShapeBytes::new().uint(rows.len()).uint(head_dim).uint(2 * frequencies.len()).uint(0).float(eps);
     let (groups, threads) = a_row_each(queue, rows.len(), head_dim);
-    queue.launch(Launch {
-        program: &PROGRAM,
-        entry: "kv_store",
-        bindings: &mut [
-            Binding::Read(x),
-            Binding::Read(norm),
-            Binding::Bytes(bytes_of(rows)),
-            Binding::Bytes(bytes_of(frequencies)),
-            Binding::Write(records),
-        ],
-        shape: shape.bytes(),
-        groups,
-        threads,
-        shared_bytes: 0,
-    })
+    queue.launch_tuned(
+        Launch {
+            program: &PROGRAM,
+            entry: "kv_store",
+            bindings: &mut [
+                Binding::Read(x),
+                Binding::Read(norm),
+                Binding::Bytes(bytes_of(rows)),
+                Binding::Bytes(bytes_of(frequencies)),
+                Binding::Write(records),
+            ],
+            shape: shape.bytes(),
+            groups,
+            threads,
+            shared_bytes: 0,
+        },
+        OVERLAP,
+    )
 }
 
 pub(super) fn run_ring(queue: &mut GpuQueue, args: RingArgs<'_>) -> Result<(), LaunchError> {
@@ -41,20 +44,23 @@ pub(super) fn run_ring(queue: &mut GpuQueue, args: RingArgs<'_>) -> Result<(), L
     }
     let shape = ShapeBytes::new().uint(rows.len()).uint(head_dim).uint(0).uint(ring_len).float(0.0);
     let (groups, threads) = a_row_each(queue, rows.len(), head_dim);
-    queue.launch(Launch {
-        program: &PROGRAM,
-        entry: "kv_store_ring",
-        bindings: &mut [
-            Binding::Read(records),
-            Binding::Write(ring),
-            Binding::Bytes(bytes_of(&rows)),
-            Binding::Bytes(bytes_of(windows)),
-        ],
-        shape: shape.bytes(),
-        groups,
-        threads,
-        shared_bytes: 0,
-    })
+    queue.launch_tuned(
+        Launch {
+            program: &PROGRAM,
+            entry: "kv_store_ring",
+            bindings: &mut [
+                Binding::Read(records),
+                Binding::Write(ring),
+                Binding::Bytes(bytes_of(&rows)),
+                Binding::Bytes(bytes_of(windows)),
+            ],
+            shape: shape.bytes(),
+            groups,
+            threads,
+            shared_bytes: 0,
+        },
+        OVERLAP,
+    )
 }
 
 /// A SIMD group a row on Metal, a thread four columns of it on CUDA.

@@ -1,5 +1,5 @@
 use super::Args;
-use crate::gpu::{a_simd_group_each, count, mark_bytes, marks, program};
+use crate::gpu::{OVERLAP, a_simd_group_each, count, mark_bytes, marks, program};
 use tf_device::LaunchError;
 use tf_device::gpu::{Backend, Binding, GpuQueue, Launch, Program, ShapeBytes};
 
@@ -14,20 +14,23 @@ pub(super) fn run(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchErro
         Backend::Metal => a_simd_group_each(rows),
         Backend::Cuda => (count(rows), 256),
     };
-    queue.launch(Launch {
-        program: &PROGRAM,
-        entry: "moe_route",
-        bindings: &mut [
-            Binding::Read(logits),
-            Binding::Read(bias),
-            bias_image.map_or(Binding::Missing, Binding::Read),
-            marks(&image),
-            Binding::Write(chosen),
-            Binding::Write(weights),
-        ],
-        shape: shape.bytes(),
-        groups,
-        threads,
-        shared_bytes: 0,
-    })
+    queue.launch_tuned(
+        Launch {
+            program: &PROGRAM,
+            entry: "moe_route",
+            bindings: &mut [
+                Binding::Read(logits),
+                Binding::Read(bias),
+                bias_image.map_or(Binding::Missing, Binding::Read),
+                marks(&image),
+                Binding::Write(chosen),
+                Binding::Write(weights),
+            ],
+            shape: shape.bytes(),
+            groups,
+            threads,
+            shared_bytes: 0,
+        },
+        OVERLAP,
+    )
 }

@@ -21,8 +21,8 @@ moe_route(const float* logits, const float* bias, const float* bias_image, const
     __shared__ float score_of[32 * SLOTS];
     __shared__ u32 key_of[32 * SLOTS];
     const u32 row = blockIdx.x, thread = threadIdx.x, lane = thread % 32;
-    const float* offsets = shape.has_images != 0 && image[row] != 0 ? bias_image : bias;
     wait_for_inputs();
+    const float* offsets = shape.has_images != 0 && image[row] != 0 ? bias_image : bias;
     for (u32 id = thread; id < 32 * SLOTS; id += blockDim.x) {
         float score = 0.0f;
         u32 key = 0;

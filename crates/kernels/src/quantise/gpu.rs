@@ -1,5 +1,5 @@
 use super::{Args, ArgsInPlace, BLOCK};
-use crate::gpu::{a_simd_group_each, program};
+use crate::gpu::{OVERLAP, a_simd_group_each, program};
 use tf_device::LaunchError;
 use tf_device::gpu::{Binding, GpuQueue, Launch, Program, ShapeBytes};
 
@@ -24,5 +24,8 @@ fn launch(
 ) -> Result<(), LaunchError> {
     let shape = ShapeBytes::new().uint(rows).uint(columns);
     let (groups, threads) = a_simd_group_each(rows * columns.div_ceil(BLOCK));
-    queue.launch(Launch { program: &PROGRAM, entry, bindings, shape: shape.bytes(), groups, threads, shared_bytes: 0 })
+    queue.launch_tuned(
+        Launch { program: &PROGRAM, entry, bindings, shape: shape.bytes(), groups, threads, shared_bytes: 0 },
+        OVERLAP,
+    )
 }

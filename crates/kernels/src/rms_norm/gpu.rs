@@ -1,5 +1,5 @@
 use super::Args;
-use crate::gpu::{a_simd_group_each, count, optional, program};
+use crate::gpu::{OVERLAP, a_simd_group_each, count, optional, program};
 use tf_device::LaunchError;
 use tf_device::gpu::{Backend, Binding, GpuQueue, Launch, Program, ShapeBytes};
 
@@ -19,13 +19,16 @@ pub(super) fn run(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchErro
             ((count(rows), count(columns.div_ceil(4).next_multiple_of(32).min(1024))), count(4 * columns))
         }
     };
-    queue.launch(Launch {
-        program: &PROGRAM,
-        entry: "rms_norm",
-        bindings: &mut [Binding::Read(x), Binding::Read(weight), optional(normed), optional(quantised)],
-        shape: shape.bytes(),
-        groups,
-        threads,
-        shared_bytes,
-    })
+    queue.launch_tuned(
+        Launch {
+            program: &PROGRAM,
+            entry: "rms_norm",
+            bindings: &mut [Binding::Read(x), Binding::Read(weight), optional(normed), optional(quantised)],
+            shape: shape.bytes(),
+            groups,
+            threads,
+            shared_bytes,
+        },
+        OVERLAP,
+    )
 }

@@ -27,10 +27,12 @@ __device__ __forceinline__ float bf16_round(float value) {
     return from_bits((bits + 0x7fffu + (bits >> 16 & 1u)) & 0xffff0000u);
 }
 
-// Until the launch before this one is complete and its writes are seen. Weights may be read before it, inputs may not.
+// Until the launch before this one is complete and its writes are seen; from then on the next one may take the room that this
+// one leaves. Weights may be read before it, inputs may not.
 __device__ __forceinline__ void wait_for_inputs() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 

@@ -1,5 +1,5 @@
 use super::{Args, CandidateList, Candidates};
-use crate::gpu::{a_simd_group_each, count, program};
+use crate::gpu::{OVERLAP, a_simd_group_each, count, program};
 use tf_device::gpu::{Backend, Binding, GpuQueue, Launch, Program, ShapeBytes, bytes_of};
 use tf_device::{Buffer, LaunchError};
 
@@ -65,24 +65,27 @@ fn launch_whole(
 ) -> Result<(), LaunchError> {
     let [list, list_counts] = read(restriction(&args.candidates));
     let [blocks, block_counts] = written(&mut args.candidates);
-    queue.launch(Launch {
-        program: &PROGRAM,
-        entry: "top_k",
-        bindings: &mut [
-            Binding::Read(args.scores),
-            Binding::Bytes(bytes_of(args.rows)),
-            Binding::Write(args.selected),
-            Binding::Write(args.counts),
-            blocks,
-            block_counts,
-            list,
-            list_counts,
-        ],
-        shape: shape.bytes(),
-        groups,
-        threads,
-        shared_bytes,
-    })
+    queue.launch_tuned(
+        Launch {
+            program: &PROGRAM,
+            entry: "top_k",
+            bindings: &mut [
+                Binding::Read(args.scores),
+                Binding::Bytes(bytes_of(args.rows)),
+                Binding::Write(args.selected),
+                Binding::Write(args.counts),
+                blocks,
+                block_counts,
+                list,
+                list_counts,
+            ],
+            shape: shape.bytes(),
+            groups,
+            threads,
+            shared_bytes,
+        },
+        OVERLAP,
+    )
 }
 
 fn run_cuda(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
@@ -124,43 +127,49 @@ fn select_in_parts(
     let (rows, top_k) = (args.tile.len(), args.top_k);
     let restriction = restriction(&args.candidates);
     let [list, list_counts] = read(restriction);
-    queue.launch(Launch {
-        program: &PROGRAM,
-        entry: "top_k_parts",
-        bindings: &mut [
-            Binding::Read(args.scores),
-            Binding::Bytes(bytes_of(args.rows)),
-            list,
-            list_counts,
-            Binding::Write(kept),
-            Binding::Write(kept_counts),
-            Binding::Write(block_keys),
-        ],
-        shape: shape.bytes(),
-        groups: count(rows * parts),
-        threads: CUDA_THREADS,
-        shared_bytes: count(4 * (part + top_k)),
-    })?;
+    queue.launch_tuned(
+        Launch {
+            program: &PROGRAM,
+            entry: "top_k_parts",
+            bindings: &mut [
+                Binding::Read(args.scores),
+                Binding::Bytes(bytes_of(args.rows)),
+                list,
+                list_counts,
+                Binding::Write(kept),
+                Binding::Write(kept_counts),
+                Binding::Write(block_keys),
+            ],
+            shape: shape.bytes(),
+            groups: count(rows * parts),
+            threads: CUDA_THREADS,
+            shared_bytes: count(4 * (part + top_k)),
+        },
+        OVERLAP,
+    )?;
     let [list, list_counts] = read(restriction);
     let [blocks, block_counts] = written(&mut args.candidates);
-    queue.launch(Launch {
-        program: &PROGRAM,
-        entry: "top_k_merge",
-        bindings: &mut [
-            Binding::Bytes(bytes_of(args.rows)),
-            Binding::Read(kept),
-            Binding::Read(kept_counts),
-            Binding::Read(block_keys),
-            list,
-            list_counts,
-            Binding::Write(args.selected),
-            Binding::Write(args.counts),
-            blocks,
-            block_counts,
-        ],
-        shape: shape.bytes(),
-        groups: count(rows),
-        threads: CUDA_THREADS,
-        shared_bytes: count(4 * (parts * top_k + parts)),
-    })
+    queue.launch_tuned(
+        Launch {
+            program: &PROGRAM,
+            entry: "top_k_merge",
+            bindings: &mut [
+                Binding::Bytes(bytes_of(args.rows)),
+                Binding::Read(kept),
+                Binding::Read(kept_counts),
+                Binding::Read(block_keys),
+                list,
+                list_counts,
+                Binding::Write(args.selected),
+                Binding::Write(args.counts),
+                blocks,
+                block_counts,
+            ],
+            shape: shape.bytes(),
+            groups: count(rows),
+            threads: CUDA_THREADS,
+            shared_bytes: count(4 * (parts * top_k + parts)),
+        },
+        OVERLAP,
+    )
 }
