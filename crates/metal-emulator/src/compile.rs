@@ -1,7 +1,7 @@
 //! Compiles a source into two libraries, plain and checked, and loads them.
 
 use crate::cuda;
-use crate::prepass::{self, Entry, Pass, PrepassError, Translated};
+use crate::prepass::{self, Entry, FunctionConstant, Pass, PrepassError, Translated};
 use libloading::Library;
 use std::collections::hash_map::DefaultHasher;
 use std::fs;
@@ -70,6 +70,7 @@ pub fn compiler_found() -> bool {
 /// A loaded source.
 pub struct Program {
     pub entries: Vec<Entry>,
+    pub constants: Vec<FunctionConstant>,
     pub(crate) name: String,
     /// The runtime's state is global in a library: one launch at a time.
     pub(crate) plain: Option<Mutex<Library>>,
@@ -148,6 +149,7 @@ impl Program {
         }
         Ok(Program {
             entries: run.entries,
+            constants: run.constants,
             name: name.into(),
             plain: if which == Libraries::Both { Some(Mutex::new(load(&plain)?)) } else { None },
             checked: Mutex::new(load(&checked)?),

@@ -57,7 +57,7 @@ pub fn translate(source: &str) -> Result<Translated, PrepassError> {
     }
     out.push_str("\n#line 1 \"entry points\"\n");
     out.push_str(&generated);
-    Ok(Translated { text: out, entries })
+    Ok(Translated { text: out, entries, constants: Vec::new() })
 }
 
 /// The end of the brackets that open at `open`.
@@ -96,7 +96,8 @@ fn entry(list: &[Token<'_>], at: usize) -> Result<(Entry, String), String> {
     let mut arguments = Vec::new();
     for (index, parameter) in list[open + 1..close].split(|token| token.text == ",").enumerate() {
         let words: Vec<&str> = parameter.iter().filter(|token| !token.is_space()).map(|token| token.text).collect();
-        let Some((_, kind)) = words.split_last().filter(|(_, kind)| !kind.is_empty()) else {
+        let named = |last: &str| last.starts_with(|c: char| c.is_alphabetic() || c == '_');
+        let Some((_, kind)) = words.split_last().filter(|(last, kind)| !kind.is_empty() && named(last)) else {
             return Err(format!("parameter {index} of {name} needs a type and a name"));
         };
         let index = index as u32;

@@ -314,6 +314,7 @@ fn run_call(
         grid: [groups, 1, 1],
         threads: [threads, 1, 1],
         threadgroup: if call.shared_bytes > 0 { vec![u64::from(call.shared_bytes)] } else { Vec::new() },
+        constants: Vec::new(),
     };
     let schedules = emulated.settings.schedules;
     let outcome =

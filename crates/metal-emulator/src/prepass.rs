@@ -59,11 +59,22 @@ impl Entry {
     }
 }
 
-/// The C++ of a source and its kernels.
+/// A scalar that the host gives when it makes a pipeline.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FunctionConstant {
+    pub index: u32,
+    pub name: String,
+    pub bytes: usize,
+    /// The source asks whether it is given.
+    pub may_miss: bool,
+}
+
+/// The C++ of a source, its kernels and its function constants.
 #[derive(Clone, Debug)]
 pub struct Translated {
     pub text: String,
     pub entries: Vec<Entry>,
+    pub constants: Vec<FunctionConstant>,
 }
 
 /// `source` with its quoted includes replaced; each text is taken once.
@@ -165,10 +176,14 @@ pub fn translate(source: &str, pass: Pass) -> Result<Translated, PrepassError> {
     let mut replaced: Vec<Option<String>> = vec![None; list.len()];
     let mut entries: Vec<Entry> = Vec::new();
     let mut generated = String::new();
+    let mut constants = Vec::new();
     let mut arrays = 0;
     let mut parameters_end = 0;
 
     for at in 0..list.len() {
+        if is_vector(text(at)) && list.get(at + 1).is_some_and(|next| next.text == "(") {
+            replaced[at] = Some(format!("msl_make_{}", text(at)));
+        }
         if text(at) == "kernel" {
             let Some(open) = (at..list.len()).find(|&i| text(i) == "(") else {
                 return fail(at, "a kernel without parameters".into());
@@ -218,6 +233,40 @@ pub fn translate(source: &str, pass: Pass) -> Result<Translated, PrepassError> {
             );
             entries.push(entry);
         }
+        if text(at) == "constant" && at >= parameters_end {
+            let end = (at..list.len()).find(|&i| [";", "=", "("].contains(&text(i)) || i + 1 == list.len());
+            let end = end.map_or(list.len(), |end| if text(end) == "(" { end + 3 } else { end });
+            let statement: Vec<&str> = list[at..end.min(list.len())]
+                .iter()
+                .filter(|token| !token.is_space())
+                .map(|token| token.text)
+                .collect();
+            let ["constant", kind, name, "[[", "function_constant", "(", index, ..] = statement.as_slice() else {
+                continue;
+            };
+            let Some(close) = (at..list.len()).find(|&i| text(i) == ";") else {
+                return fail(at, format!("the function constant {name} doesn't end"));
+            };
+            let constant = function_constant(kind, name, index, &list).map_err(|what| error(at, what))?;
+            for slot in &mut replaced[at..=close] {
+                *slot = Some(String::new());
+            }
+            replaced[at] = Some(match pass {
+                Pass::Lint => {
+                    format!("constant {kind} {name} = {kind}(); static const bool msl_is_defined_{name} = false;")
+                }
+                Pass::Run => format!(
+                    "static {kind} msl_constant_{0}; static bool msl_has_{0}; extern \"C\" \
+                     __attribute__((visibility(\"default\"))) void tf_constant_{0}(const void *value) {{ msl_has_{0} = value; \
+                     if (value) __builtin_memcpy(&msl_constant_{0}, value, sizeof msl_constant_{0}); }} \
+                     static const {kind} &{name} = msl_constant_{0}; \
+                     static const bool &msl_is_defined_{name} = msl_has_{0};",
+                    constant.index
+                ),
+            });
+            constants.push(constant);
+            continue;
+        }
         if text(at) != "threadgroup" || at < parameters_end {
             continue;
         }
@@ -265,7 +314,27 @@ pub fn translate(source: &str, pass: Pass) -> Result<Translated, PrepassError> {
         out.push_str("\n#line 1 \"entry points\"\n");
         out.push_str(&generated);
     }
-    Ok(Translated { text: out, entries })
+    Ok(Translated { text: out, entries, constants })
+}
+
+/// Whether a word names a vector type.
+fn is_vector(word: &str) -> bool {
+    let scalars = ["float", "half", "char", "uchar", "short", "ushort", "int", "uint", "ulong"];
+    word.strip_suffix(['2', '3', '4']).is_some_and(|scalar| scalars.contains(&scalar))
+}
+
+/// A function constant as declared, and whether the source asks for its presence.
+fn function_constant(kind: &str, name: &str, index: &str, list: &[Token<'_>]) -> Result<FunctionConstant, String> {
+    let bytes = match kind {
+        "bool" | "uchar" | "char" => 1,
+        "ushort" | "short" | "half" => 2,
+        "uint" | "int" | "float" => 4,
+        other => return Err(format!("function constant {name}: the emulator has no {other}; use a scalar")),
+    };
+    let index = index.parse().map_err(|_| format!("function constant {name}: `{index}` is no index"))?;
+    let words: Vec<&str> = list.iter().filter(|token| !token.is_space()).map(|token| token.text).collect();
+    let may_miss = words.windows(3).any(|words| words == ["is_function_constant_defined", "(", name]);
+    Ok(FunctionConstant { index, name: name.into(), bytes, may_miss })
 }
 
 /// The expression that an entry point passes for one parameter.

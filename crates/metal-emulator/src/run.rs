@@ -22,6 +22,8 @@ pub struct Launch<'a> {
     pub threads: [u32; 3],
     /// Bytes of `[[threadgroup(i)]]`.
     pub threadgroup: Vec<u64>,
+    /// Function constants by index, as their bytes.
+    pub constants: Vec<(u32, Vec<u8>)>,
 }
 
 /// In which order the fibers that may run are taken; threadgroups follow the same order.
@@ -60,6 +62,8 @@ pub enum RunError {
     Arguments { kernel: String, index: u32, given: usize },
     #[error("{kernel} may write buffer {index}, the launch gives it as read-only")]
     ReadOnly { kernel: String, index: u32 },
+    #[error("{kernel}: function constant {index} {what}")]
+    Constant { kernel: String, index: u32, what: String },
     #[error(transparent)]
     Limit(#[from] LimitError),
     #[error("{kernel}, {schedule:?}: {text}")]
@@ -120,6 +124,7 @@ impl Program {
                 Some(_) => {}
             }
         }
+        self.check_constants(launch)?;
         let threads = launch.threads.iter().map(|&n| u64::from(n)).product::<u64>();
         let buffers = launch.arguments.len() as u64;
         for chip in chips {
@@ -134,6 +139,7 @@ impl Program {
             let plain = || self.plain.as_ref().expect("a program built for checks is run with checks");
             let library = if schedule.checked { &self.checked } else { plain() };
             let library = library.lock().expect("a run that panicked left the runtime in an unknown state");
+            self.set_constants(&library, launch);
             let (outputs, seen) = execute(&library, launch, schedule, *poison, bytes_max)?;
             report = seen;
             let Some(first) = &first else {
@@ -154,6 +160,42 @@ impl Program {
             }
         }
         Ok(report)
+    }
+}
+
+impl Program {
+    /// Every constant is given as declared, unless the source asks whether it is.
+    fn check_constants(&self, launch: &Launch<'_>) -> Result<(), RunError> {
+        let wrong = |index, what| RunError::Constant { kernel: launch.kernel.to_string(), index, what };
+        for constant in &self.constants {
+            let (name, bytes) = (&constant.name, constant.bytes);
+            match launch.constants.iter().find(|(index, _)| *index == constant.index) {
+                None if constant.may_miss => {}
+                None => return Err(wrong(constant.index, format!("({name}) has no value"))),
+                Some((index, value)) if value.len() != bytes => {
+                    return Err(wrong(*index, format!("({name}) has {bytes} bytes, and {} were given", value.len())));
+                }
+                Some(_) => {}
+            }
+        }
+        let unknown = |index: &u32| self.constants.iter().all(|constant| constant.index != *index);
+        match launch.constants.iter().find(|(index, _)| unknown(index)) {
+            Some((index, _)) => Err(wrong(*index, "is none of the source's".into())),
+            None => Ok(()),
+        }
+    }
+
+    fn set_constants(&self, library: &Library, launch: &Launch<'_>) {
+        for constant in &self.constants {
+            let symbol = format!("tf_constant_{}", constant.index);
+            let value = launch.constants.iter().find(|(index, _)| *index == constant.index);
+            let value = value.map_or(std::ptr::null(), |(_, value)| value.as_ptr());
+            // SAFETY: the generated code has this signature and copies as many bytes as were checked to be there.
+            unsafe {
+                let set = library.get::<unsafe extern "C" fn(*const u8)>(symbol.as_bytes());
+                set.expect("a library exports its constants")(value);
+            }
+        }
     }
 }
 

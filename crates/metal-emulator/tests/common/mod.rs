@@ -37,7 +37,14 @@ pub fn build(name: &str, source: &str) -> Program {
 
 /// A launch of `grid` threadgroups of `threads` threads.
 pub fn launch<'a>(kernel: &'a str, arguments: Vec<Argument<'a>>, grid: u32, threads: u32) -> Launch<'a> {
-    Launch { kernel, arguments, grid: [grid, 1, 1], threads: [threads, 1, 1], threadgroup: Vec::new() }
+    Launch {
+        kernel,
+        arguments,
+        grid: [grid, 1, 1],
+        threads: [threads, 1, 1],
+        threadgroup: Vec::new(),
+        constants: Vec::new(),
+    }
 }
 
 /// `source` with `from` replaced; it must occur exactly once, so that an edit can't miss.
