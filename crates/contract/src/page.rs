@@ -6,9 +6,13 @@ use tf_kernels::contract::Contract;
 /// The page's text.
 pub fn kernels(contracts: &[Contract]) -> String {
     let mut page = HEAD.to_owned();
-    let controls: usize = contracts.iter().map(|contract| contract.all_controls().count()).sum();
-    let _ =
-        write!(page, "\n{} kernels, {controls} controls.\n\n| kernel | computes |\n| --- | --- |\n", contracts.len());
+    let edits: usize = contracts.iter().map(|contract| contract.edits.len()).sum();
+    let controls: usize = contracts.iter().map(|contract| contract.all_controls().count()).sum::<usize>() - edits;
+    let _ = write!(
+        page,
+        "\n{} kernels, {controls} controls, {edits} edits of GPU sources.\n\n| kernel | computes |\n| --- | --- |\n",
+        contracts.len()
+    );
     for contract in contracts {
         let anchor = contract.name.replace('/', "");
         let _ = writeln!(page, "| [{}](#{anchor}) | `{}` |", contract.name, cell(contract.formula));
@@ -29,6 +33,10 @@ pub fn kernels(contracts: &[Contract]) -> String {
         let own: Vec<String> =
             contract.controls.iter().map(|control| format!("{} ({})", control.name, control.gate.name())).collect();
         let _ = writeln!(page, "- Controls: {}", own.join("; "));
+        let edits: Vec<&str> = contract.edits.iter().map(|control| control.name).collect();
+        if !edits.is_empty() {
+            let _ = writeln!(page, "- Edits of its sources: {}", edits.join("; "));
+        }
     }
     page
 }
@@ -46,7 +54,7 @@ Each kernel is proved by `tf-kernel-contract` (or `tensorfold contract`) through
 an interval derived from float64), **geometry** (a row's bits do not depend on the launch: 1 to 128 rows, their order, slots,
 neighbours, threads, instruction sets), **memory** (it touches only what it owns and writes all it promises) and **repeat**
 (history does not matter). Every gate is shown to be able to fail by controls: planted defects that must turn it red. Beside
-the controls named here every kernel carries the standard ones: the last bit follows the row count or the thread count, a
+the controls named here every kernel carries the standard ones, and edits of a source run where that source does: the last bit follows the row count or the thread count, a
 row takes in its neighbour times zero, a byte is written in front of or behind the output, the last element is left out, an
 input is written, what the output held is added, the result follows the number of launches before.
 
