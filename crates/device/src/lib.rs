@@ -11,6 +11,8 @@ pub mod cuda;
 mod error;
 pub mod gpu;
 mod log;
+#[cfg(target_os = "macos")]
+pub mod metal;
 mod queue;
 
 pub use buffer::Buffer;

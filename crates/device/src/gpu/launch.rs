@@ -15,6 +15,30 @@ pub struct Program {
     pub cuda: bool,
 }
 
+impl Program {
+    /// The Metal source as a compiler takes it: each quoted include in its place, once.
+    pub fn metal_text(&self) -> Option<String> {
+        fn expand(text: &str, includes: &[(&str, &str)], seen: &mut Vec<String>, out: &mut String) {
+            for line in text.lines() {
+                let wanted = line.trim().strip_prefix("#include \"").and_then(|rest| rest.strip_suffix('"'));
+                let Some(wanted) = wanted else {
+                    out.push_str(line);
+                    out.push('\n');
+                    continue;
+                };
+                let included = includes.iter().find(|(name, _)| *name == wanted);
+                if let (Some((_, included)), false) = (included, seen.iter().any(|name| name == wanted)) {
+                    seen.push(wanted.to_owned());
+                    expand(included, includes, seen, out);
+                }
+            }
+        }
+        let mut out = String::new();
+        expand(self.metal?, self.metal_includes, &mut Vec::new(), &mut out);
+        Some(out)
+    }
+}
+
 /// What a parameter of an entry is bound to.
 pub enum Binding<'a> {
     Read(&'a Buffer),
@@ -129,6 +153,15 @@ impl ShapeBytes {
 #[cfg(test)]
 mod tests {
     use super::{ShapeBytes, bytes_of};
+
+    #[test]
+    fn a_metal_source_has_its_includes_in_place_once() {
+        let includes: &[(&str, &str)] = &[("a.metal", "first\n"), ("b.metal", "#include \"a.metal\"\nsecond\n")];
+        let text = "#include <metal_stdlib>\n#include \"a.metal\"\n#include \"b.metal\"\nthird\n";
+        let program = super::Program { name: "p", metal: Some(text), metal_includes: includes, cuda: false };
+        assert_eq!(program.metal_text().unwrap(), "#include <metal_stdlib>\nfirst\nsecond\nthird\n");
+        assert_eq!(super::Program { metal: None, ..program }.metal_text(), None);
+    }
 
     #[test]
     fn a_shape_is_laid_out_as_c_does() {
