@@ -7,8 +7,8 @@ use objc2::rc::Retained;
 use objc2::runtime::ProtocolObject;
 use objc2_foundation::NSString;
 use objc2_metal::{
-    MTLBuffer, MTLCommandQueue, MTLCompileOptions, MTLComputeCommandEncoder, MTLComputePipelineState, MTLDevice,
-    MTLLanguageVersion, MTLLibrary, MTLMathMode, MTLResourceOptions, MTLSize,
+    MTLBuffer, MTLCompileOptions, MTLComputeCommandEncoder, MTLComputePipelineState, MTLDevice, MTLLanguageVersion,
+    MTLLibrary, MTLMathMode, MTLResourceOptions, MTLSize,
 };
 use std::collections::HashMap;
 use std::fmt;
@@ -17,7 +17,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Bytes that a launch may bring without a buffer of their own.
 const INLINE_BYTES_MAX: usize = 4096;
-/// What a binding without a buffer points at.
+/// Of the buffer that stands for none.
 const DUMMY_BYTES: usize = 16;
 
 pub(super) type BufferObject = Retained<ProtocolObject<dyn MTLBuffer>>;
@@ -28,18 +28,22 @@ pub(super) struct MetalDriver {
     device: Retained<ProtocolObject<dyn MTLDevice>>,
     name: String,
     limits: GpuLimits,
-    dummy: BufferObject,
     state: Mutex<State>,
 }
 
 struct State {
     stream: Stream,
+    /// What a binding without a buffer points at.
+    dummy: BufferObject,
     blocks: HashMap<u64, BufferObject>,
     next: u64,
     /// By the address of the program, which is a static.
     libraries: HashMap<usize, Library>,
     pipelines: HashMap<(usize, &'static str), Pipeline>,
 }
+
+// SAFETY: Metal's objects belong to no thread; those that may not be used by two at once lie behind the driver's lock.
+unsafe impl Send for State {}
 
 impl fmt::Debug for MetalDriver {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -57,12 +61,13 @@ impl MetalDriver {
         let limits = super::limits_of(&device);
         let state = State {
             stream: Stream::new(queue),
+            dummy,
             blocks: HashMap::new(),
             next: 0,
             libraries: HashMap::new(),
             pipelines: HashMap::new(),
         };
-        Ok(MetalDriver { device, name, limits, dummy, state: Mutex::new(state) })
+        Ok(MetalDriver { device, name, limits, state: Mutex::new(state) })
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -89,8 +94,7 @@ impl MetalDriver {
             let options = MTLCompileOptions::new();
             options.setMathMode(MTLMathMode::Safe);
             options.setLanguageVersion(MTLLanguageVersion::Version3_1);
-            let library =
-                self.device.newLibraryWithSource_options_error(&NSString::from_str(&source), Some(&options));
+            let library = self.device.newLibraryWithSource_options_error(&NSString::from_str(&source), Some(&options));
             state.libraries.insert(key, library.map_err(|error| self.failed(error))?);
         }
         let function = state.libraries[&key].newFunctionWithName(&NSString::from_str(entry)).ok_or_else(missing)?;
@@ -105,11 +109,7 @@ impl MetalDriver {
         let pointer = NonNull::from(bytes).cast();
         // SAFETY: the pointer is valid for the length, and the bytes are copied before the call returns.
         let buffer = unsafe {
-            self.device.newBufferWithBytes_length_options(
-                pointer,
-                bytes.len(),
-                MTLResourceOptions::StorageModeShared,
-            )
+            self.device.newBufferWithBytes_length_options(pointer, bytes.len(), MTLResourceOptions::StorageModeShared)
         };
         buffer.ok_or_else(|| self.no_memory(bytes.len()))
     }
@@ -129,8 +129,8 @@ impl MetalDriver {
     ) -> Result<(), LaunchError> {
         let (buffer, first) = match argument {
             Argument::Read(span) | Argument::Write(span) => (self.block(state, span.block)?.clone(), span.first),
-            Argument::Missing => (self.dummy.clone(), 0),
-            Argument::Bytes(bytes) if bytes.is_empty() => (self.dummy.clone(), 0),
+            Argument::Missing => (state.dummy.clone(), 0),
+            Argument::Bytes(bytes) if bytes.is_empty() => (state.dummy.clone(), 0),
             Argument::Bytes(bytes) if bytes.len() <= INLINE_BYTES_MAX => {
                 set_bytes(encoder, bytes, index);
                 return Ok(());

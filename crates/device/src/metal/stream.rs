@@ -23,9 +23,6 @@ struct Open {
     compute: Option<Compute>,
 }
 
-// SAFETY: encoders are used by one thread at a time, behind the driver's lock; Metal ties none of them to a thread.
-unsafe impl Send for Stream {}
-
 impl Stream {
     pub fn new(queue: Retained<ProtocolObject<dyn MTLCommandQueue>>) -> Stream {
         Stream { queue, open: None }
