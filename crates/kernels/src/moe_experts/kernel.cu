@@ -508,10 +508,12 @@ __device__ __forceinline__ void expert_tiles(const uint4* weights, const u32* sc
         ahead(slot);
         end_copy_group();
     }
+    const TileFp4::Source none[1] = {};
+    Decoded<Room> next;
+    take_weights<Room>(room, ring, next, none, 0);
     for (u32 index = blockIdx.x; index < total; index += gridDim.x) {
         const Tile tile = tile_at(index);
-        const TileFp4::Source none[1] = {};
-        tile_product<Room>(room, inputs, ring, none, shape.blocks * 2, shape.chunk_stages, ahead, [&](int, const float (&sum)[N / 2]) {
+        tile_product<Room>(room, inputs, ring, next, none, shape.blocks * 2, shape.chunk_stages, ahead, [&](int, const float (&sum)[N / 2]) {
             const u32 slab = tile.slab + warp;
             if (slab >= (u32)shape.slabs) return;
 #pragma unroll

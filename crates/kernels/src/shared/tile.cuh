@@ -94,7 +94,7 @@ __device__ __forceinline__ u64 tile_descriptor(u32 address) {
 #endif
 
 // The formats: what a lane copies of one slab for one stage into its own place of the weights' ring (PIECES of 16 bytes, and
-// WORDS of 4), and the four A fragments it makes of that. Where a last block is missing, the one before stands in: its inputs
+// WORDS of 4), and the four A fragments it makes of that, two and two. Where a last block is missing, the one before stands in: its inputs
 // are zero.
 struct TileFp8 {
     static constexpr int PIECES = 2, WORDS = 0;
@@ -107,15 +107,13 @@ struct TileFp8 {
     static __device__ __forceinline__ Raw load(const char* pieces, const char*, const Source& from, int stage) {
         return {{*(const uint4*)pieces, *(const uint4*)(pieces + 512)}, __ldg((const u16*)(from.scales + stage * 2))};
     }
-    static __device__ __forceinline__ void decode(const Raw& raw, u32 (&a)[16]) {
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const u32 factor = power_pair(raw.scales >> (8 * i) & 255, 120);
-            decode_fp8(raw.v[i].x, factor, a[8 * i], a[8 * i + 2]);
-            decode_fp8(raw.v[i].y, factor, a[8 * i + 1], a[8 * i + 3]);
-            decode_fp8(raw.v[i].z, factor, a[8 * i + 4], a[8 * i + 6]);
-            decode_fp8(raw.v[i].w, factor, a[8 * i + 5], a[8 * i + 7]);
-        }
+    template <int HALF>
+    static __device__ __forceinline__ void decode(const Raw& raw, u32 (&a)[8]) {
+        const u32 factor = power_pair(raw.scales >> (8 * HALF) & 255, 120);
+        decode_fp8(raw.v[HALF].x, factor, a[0], a[2]);
+        decode_fp8(raw.v[HALF].y, factor, a[1], a[3]);
+        decode_fp8(raw.v[HALF].z, factor, a[4], a[6]);
+        decode_fp8(raw.v[HALF].w, factor, a[5], a[7]);
     }
 };
 
@@ -136,9 +134,15 @@ struct TileBf16 {
         for (int i = 0; i < 4; i++) raw.v[i] = *(const uint4*)(pieces + i * 512);
         return raw;
     }
-    static __device__ __forceinline__ void decode(const Raw& raw, u32 (&a)[16]) {
+    template <int HALF>
+    static __device__ __forceinline__ void decode(const Raw& raw, u32 (&a)[8]) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) a[4 * i] = raw.v[i].x, a[4 * i + 1] = raw.v[i].y, a[4 * i + 2] = raw.v[i].z, a[4 * i + 3] = raw.v[i].w;
+        for (int i = 0; i < 2; i++) {
+            const uint4 v = raw.v[HALF * 2 + i];
+            // A zero that the compiler can't see: operands that are computed, not loaded, let products run on.
+            const u32 zero = gridDim.z - 1;
+            a[4 * i] = v.x ^ zero, a[4 * i + 1] = v.y ^ zero, a[4 * i + 2] = v.z ^ zero, a[4 * i + 3] = v.w ^ zero;
+        }
     }
 };
 
@@ -154,14 +158,14 @@ struct TileFp4 {
     static __device__ __forceinline__ Raw load(const char* pieces, const char* words, const Source&, int) {
         return {*(const uint4*)pieces, *(const u32*)words};
     }
-    static __device__ __forceinline__ void decode(const Raw& raw, u32 (&a)[16]) {
-        const u32 f0 = power_pair_of<0>(raw.scales, 126), f1 = power_pair_of<1>(raw.scales, 126);
-        const u32 f2 = power_pair_of<2>(raw.scales, 126), f3 = power_pair_of<3>(raw.scales, 126);
-        const u32 words[4] = {raw.v.x, raw.v.y, raw.v.z, raw.v.w};
+    template <int HALF>
+    static __device__ __forceinline__ void decode(const Raw& raw, u32 (&a)[8]) {
+        const u32 f0 = power_pair_of<HALF * 2>(raw.scales, 126), f1 = power_pair_of<HALF * 2 + 1>(raw.scales, 126);
+        const u32 words[2] = {HALF ? raw.v.z : raw.v.x, HALF ? raw.v.w : raw.v.y};
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
+        for (int i = 0; i < 2; i++) {
             u32 pair[4];
-            decode_fp4(words[i], i < 2 ? f0 : f2, i < 2 ? f1 : f3, pair);
+            decode_fp4(words[i], f0, f1, pair);
             a[4 * i] = pair[0], a[4 * i + 1] = pair[2], a[4 * i + 2] = pair[1], a[4 * i + 3] = pair[3];
         }
     }
@@ -239,46 +243,75 @@ __device__ __forceinline__ void copy_weights(char* room, int slot, int m, const 
     Room::Format::copy(place + lane * 16, place + Room::Format::PIECES * 512 + lane * 4, from, stage, blocks);
 }
 
+// The next stage's weights of a lane, the first half decoded.
+template <class Room>
+struct Decoded {
+    typename Room::Format::Raw raw[Room::MT];
+    u32 low[Room::MT][8];
+};
+
+// Takes the stage in the ring's place.
+template <class Room>
+__device__ __forceinline__ void take_weights(char* room, const Ring<Room::DEPTH>& weights, Decoded<Room>& next,
+                                             const typename Room::Format::Source (&source)[Room::MT], int stage) {
+    using Format = typename Room::Format;
+    const int lane = threadIdx.x % 32;
+    // A lane reads what it has copied itself.
+    wait_for_copy_groups<Room::DEPTH - 2>();
+#pragma unroll
+    for (int m = 0; m < Room::MT; m++) {
+        const char* const place = weights_place<Room>(room, weights.slot, m);
+        next.raw[m] = Format::load(place + lane * 16, place + Format::PIECES * 512 + lane * 4, source[m], stage);
+        Format::template decode<0>(next.raw[m], next.low[m]);
+    }
+}
+
 // A warpgroup's part of a tile. `source`: of this warp's slabs, this lane's first bytes. `ahead(slot)` copies the stage that is
-// DEPTH - 1 stages ahead, of this tile or of the next one; the first DEPTH - 1 stages of all are on their way. PARK keeps the sum
+// DEPTH - 1 stages ahead, of this tile or of the next one; the first DEPTH - 1 stages of all are on their way, and `next` is the
+// first of this tile, then of the next one. PARK keeps the sum
 // of the chunks before in shared memory, not in registers. `finish(m, sums)` gets slab m of the warp: element 4 j + i is weight
 // row lane / 4 + (i / 2) * 8 and input row 8 j + 2 (lane % 4) + i % 2.
 template <class Room, class Ahead, class Finish>
-__device__ __forceinline__ void tile_product(char* room, Ring<Room::SLOTS>& inputs, Ring<Room::DEPTH>& weights,
+__device__ __forceinline__ void tile_product(char* room, Ring<Room::SLOTS>& inputs, Ring<Room::DEPTH>& weights, Decoded<Room>& next,
                                              const typename Room::Format::Source (&source)[Room::MT], int blocks, int chunk_stages,
                                              const Ahead& ahead, const Finish& finish) {
 #if HAS_WGMMA
     using Format = typename Room::Format;
     constexpr int MT = Room::MT, SUMS = Room::N / 2;
     constexpr bool PARK = Room::PARK;
-    const int stages = (blocks + 1) / 2, lane = threadIdx.x % 32;
+    const int stages = (blocks + 1) / 2;
     float4* const parked = (float4*)(room + Room::SUMS_AT) + threadIdx.x;
     const u32 base = (u32)__cvta_generic_to_shared(room), barriers = base + Room::BARRIERS_AT;
     float acc[MT][SUMS], total[PARK ? 1 : MT][PARK ? 1 : SUMS];
     for (int first = 0; first < stages; first += chunk_stages) {
         const int end = min(first + chunk_stages, stages);
         for (int stage = first; stage < end; stage++) {
-            u32 a[MT][16];
-            // A lane reads what it has copied itself.
-            wait_for_copy_groups<Room::DEPTH - 2>();
-#pragma unroll
-            for (int m = 0; m < MT; m++) {
-                const char* const place = weights_place<Room>(room, weights.slot, m);
-                Format::decode(Format::load(place + lane * 16, place + Format::PIECES * 512 + lane * 4, source[m], stage), a[m]);
-            }
-            // Into the slot of the stage before, which is decoded.
-            ahead(weights.slot == 0 ? Room::DEPTH - 1 : weights.slot - 1);
-            end_copy_group();
-            weights.next();
+            u32 high[MT][8];
             wait_at(barriers + 8 * inputs.slot, inputs.parity);
             const u64 descriptor = tile_descriptor(base + inputs.slot * Room::STAGE);
             wgmma_fence();
 #pragma unroll
-            for (int k = 0; k < 4; k++)
+            for (int k = 0; k < 2; k++)
 #pragma unroll
                 for (int m = 0; m < MT; m++)
-                    Wgmma<Room::N>::step(acc[m], a[m] + 4 * k, descriptor + 2 * k, k > 0 || stage > first);
+                    Wgmma<Room::N>::step(acc[m], next.low[m] + 4 * k, descriptor + 2 * k, k > 0 || stage > first);
             wgmma_commit();
+            // The second half is decoded while the first is multiplied.
+#pragma unroll
+            for (int m = 0; m < MT; m++) Format::template decode<1>(next.raw[m], high[m]);
+            // Into the slot of the stage before, which is taken.
+            ahead(weights.slot == 0 ? Room::DEPTH - 1 : weights.slot - 1);
+            end_copy_group();
+            weights.next();
+            wgmma_fence();
+#pragma unroll
+            for (int k = 2; k < 4; k++)
+#pragma unroll
+                for (int m = 0; m < MT; m++) Wgmma<Room::N>::step(acc[m], high[m] + 4 * (k - 2), descriptor + 2 * k, 1);
+            wgmma_commit();
+            // The next stage's first half is decoded while the second is multiplied.
+            wgmma_wait<1>();
+            take_weights<Room>(room, weights, next, source, min(stage + 1, stages - 1));
             wgmma_wait<0>();
             if (threadIdx.x % 128 == 0) arrive_at(barriers + 8 * (Room::SLOTS + inputs.slot));
             inputs.next();
@@ -375,9 +408,11 @@ __device__ __forceinline__ void tile_linear(const uint4* weights0, const u8* sca
         ahead(slot);
         end_copy_group();
     }
+    Decoded<Room> first_stage;
+    take_weights<Room>(room, ring, first_stage, source, 0);
     // What is written may still be read by the launch before.
     wait_for_inputs();
-    tile_product<Room>(room, inputs, ring, source, shape.blocks, shape.chunk_stages, ahead, [&](int m, const float (&sum)[N / 2]) {
+    tile_product<Room>(room, inputs, ring, first_stage, source, shape.blocks, shape.chunk_stages, ahead, [&](int m, const float (&sum)[N / 2]) {
         if (first + m * 8 >= group_slabs) return;
         const int slab = group * group_slabs + first + m * 8, second = slab >= shape.first_slabs;
         const int row = (second ? slab - shape.first_slabs : slab) * 16 + lane / 4;
