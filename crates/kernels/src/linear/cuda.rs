@@ -717,3 +717,70 @@ fn launch_simple(
         Tuning { cluster: 1, overlap: true },
     )
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SHAPES: [(Format, usize, usize, usize); 12] = [
+        (Format::Fp8, 1280, 5120, 1),
+        (Format::Fp8, 32_768, 1280, 1),
+        (Format::Fp8, 8192, 4096, 8),
+        (Format::Fp8, 5120, 8192, 1),
+        (Format::Fp8, 5120, 2304, 1),
+        (Format::Fp8, 25_600, 6144, 1),
+        (Format::Fp8, 5120, 15_360, 1),
+        (Format::Fp8, 96, 160, 1),
+        (Format::Bf16, 384, 5120, 1),
+        (Format::Bf16, 4, 160, 1),
+        (Format::Head, 129_280, 5120, 1),
+        (Format::Head, 384, 128, 1),
+    ];
+
+    fn chips() -> [Chip; 3] {
+        let chip = |units, kib: usize, hopper| Chip {
+            units,
+            shared_bytes: (kib << 10) - STATIC_SHARED,
+            hopper,
+            warpgroups: hopper,
+        };
+        [chip(108, 163, false), chip(46, 99, false), chip(132, 227, true)]
+    }
+
+    #[test]
+    fn every_shape_finds_a_launch_that_fits() {
+        for chip in chips() {
+            for (format, weight_rows, columns, groups) in SHAPES {
+                let (slabs, blocks) = (weight_rows.div_ceil(SLAB), columns.div_ceil(BLOCK));
+                let operator = Operator { format, slabs, blocks, groups, chunk: chunk(format, columns) / BLOCK };
+                for rows in 1..=ROWS_MAX {
+                    let (tile, plan) = operator.plan(rows, chip).expect("there is a way");
+                    assert!((1..=rows).contains(&tile), "{format:?} {weight_rows}x{columns}, {rows} rows: {tile}");
+                    assert!(plan.shared_bytes <= chip.shared_bytes && plan.threads <= 512, "{plan:?}");
+                    assert!(plan.threads.is_multiple_of(32) && plan.groups > 0, "{plan:?}");
+                    assert!(plan.cluster == 1 || (chip.hopper && plan.groups.is_multiple_of(plan.cluster)), "{plan:?}");
+                    // A phase is a whole part of the only chunk.
+                    assert!(plan.phases == 1 || plan.chunk_blocks.is_multiple_of(plan.phases), "{plan:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_chunk_is_whole_stages_of_both_kernels() {
+        for (format, _, columns, _) in SHAPES {
+            let length = chunk(format, columns);
+            assert!(length.is_multiple_of(BLOCK), "{format:?} {columns}");
+            assert!(length.is_multiple_of(STAGE) || length >= columns, "{format:?} {columns}: {length}");
+        }
+    }
+
+    #[test]
+    fn every_tile_kernel_fits_the_chip_that_has_it() {
+        let hopper = chips()[2];
+        for kernel in TILE_KERNELS {
+            assert!(kernel.shared_bytes() <= hopper.shared_bytes, "{}: {}", kernel.name, kernel.shared_bytes());
+        }
+        assert!(!chips()[0].tiles(4096) && hopper.tiles(TILED_ROWS_MIN) && !hopper.tiles(TILED_ROWS_MIN - 1));
+    }
+}
