@@ -26,6 +26,7 @@ pub enum Condition {
 }
 
 impl Condition {
+    /// What the engine shows now; a round older than `watchdog` is a stall.
     pub fn of(engine: &EngineHandle, watchdog: Duration) -> Self {
         match engine.lifecycle() {
             Lifecycle::Draining | Lifecycle::Stopped(StopReason::Drained | StopReason::Asked) => {
@@ -39,6 +40,7 @@ impl Condition {
         if is_stalled { Condition::Stalled } else { Condition::Ok }
     }
 
+    /// 200 while requests are served, else 503.
     pub fn status(self) -> StatusCode {
         if self == Condition::Ok { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE }
     }

@@ -60,10 +60,12 @@ impl Outage {
         self.is_down.store(false, Ordering::SeqCst);
     }
 
+    /// Whether the server lies dead or is starting.
     pub fn is_down(&self) -> bool {
         self.is_down.load(Ordering::SeqCst)
     }
 
+    /// How often it was killed so far.
     pub fn kills(&self) -> u64 {
         self.kills.load(Ordering::SeqCst)
     }

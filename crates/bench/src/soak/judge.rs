@@ -37,6 +37,7 @@ pub struct Tally {
 }
 
 impl Tally {
+    /// Counts one sending.
     pub fn add(&mut self, heard: &Heard) {
         if let End::Failed(failure) = &heard.end {
             self.failures.push(failure.clone());

@@ -134,6 +134,7 @@ impl Seen {
         }
     }
 
+    /// Memory over time, and what was planned.
     pub fn rows(&self) -> Vec<Row> {
         let row = |name: &str, samples: Vec<f64>| Row {
             name: name.to_owned(),
@@ -147,6 +148,7 @@ impl Seen {
         ]
     }
 
+    /// What must hold for every look.
     pub fn checks(&self) -> Vec<Check> {
         let mut checks = vec![self.memory.clone(), self.budget.clone(), self.steps.clone(), self.idle.clone()];
         // Where there is no disk tier there is nothing to keep.
