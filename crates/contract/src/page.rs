@@ -54,9 +54,10 @@ Each kernel is proved by `tf-kernel-contract` (or `tensorfold contract`) through
 an interval derived from float64), **geometry** (a row's bits do not depend on the launch: 1 to 128 rows, their order, slots,
 neighbours, threads, instruction sets), **memory** (it touches only what it owns and writes all it promises) and **repeat**
 (history does not matter). Every gate is shown to be able to fail by controls: planted defects that must turn it red. Beside
-the controls named here every kernel carries the standard ones, and edits of a source run where that source does: the last bit follows the row count or the thread count, a
+the controls named here every kernel carries the standard ones: the last bit follows the row count or the thread count, a
 row takes in its neighbour times zero, a byte is written in front of or behind the output, the last element is left out, an
-input is written, what the output held is added, the result follows the number of launches before.
+input is written, what the output held is added, the result follows the number of launches before. Edits of a source run
+where that source does.
 
 U is the unit roundoff of float32, 2^-24. Sizes are elements; activations are float32 buffers holding bf16 values wherever
 the release rounds to bf16.

@@ -55,6 +55,7 @@ pub struct Counted {
 }
 
 impl Counted {
+    /// A queue of its own.
     pub fn new(target: &Target, setting: Setting) -> Counted {
         Counted { queue: target.queue(setting), launches: 0, threads: setting.threads }
     }
@@ -68,6 +69,7 @@ pub struct Queues {
 }
 
 impl Queues {
+    /// No queue yet.
     pub fn new(target: Target) -> Queues {
         Queues { target, queues: BTreeMap::new() }
     }

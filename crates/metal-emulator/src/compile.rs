@@ -70,6 +70,7 @@ pub fn compiler_found() -> bool {
 /// A loaded source.
 pub struct Program {
     pub entries: Vec<Entry>,
+    /// What its function constants are.
     pub constants: Vec<FunctionConstant>,
     pub(crate) name: String,
     /// The runtime's state is global in a library: one launch at a time.

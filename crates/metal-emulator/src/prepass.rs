@@ -74,6 +74,7 @@ pub struct FunctionConstant {
 pub struct Translated {
     pub text: String,
     pub entries: Vec<Entry>,
+    /// In the order of the source.
     pub constants: Vec<FunctionConstant>,
 }
 

@@ -52,6 +52,7 @@ impl fmt::Debug for MetalDriver {
 }
 
 impl MetalDriver {
+    /// With one queue.
     pub fn new(device: Retained<ProtocolObject<dyn MTLDevice>>) -> Result<MetalDriver, LaunchError> {
         let name = device.name().to_string();
         let refused = |text: &str| LaunchError::Device { device: name.clone(), text: text.into() };

@@ -24,6 +24,7 @@ struct Open {
 }
 
 impl Stream {
+    /// Nothing given yet.
     pub fn new(queue: Retained<ProtocolObject<dyn MTLCommandQueue>>) -> Stream {
         Stream { queue, open: None }
     }
@@ -60,6 +61,7 @@ impl Stream {
         open.commands.blitCommandEncoder().ok_or_else(|| "the command buffer gives no encoder".to_string())
     }
 
+    /// Copies between buffers, or between ranges of one that do not overlap.
     pub fn copy(
         &mut self,
         from: &BufferObject,
@@ -77,6 +79,7 @@ impl Stream {
         Ok(())
     }
 
+    /// Writes zero bytes.
     pub fn zero(&mut self, buffer: &BufferObject, first: usize, bytes: usize) -> Result<(), String> {
         let blit = self.blit()?;
         blit.fillBuffer_range_value(buffer, NSRange { location: first, length: bytes }, 0);

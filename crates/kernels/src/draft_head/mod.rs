@@ -31,6 +31,7 @@ use tf_device::Buffer;
 /// Rank of the Markov factors, at most.
 pub const RANK_MAX: usize = 512;
 
+/// See the module's text.
 pub struct Args<'a, 's> {
     /// `[sequences, block, vocabulary]` f32: logits of the block's rows.
     pub base: &'a Buffer,
