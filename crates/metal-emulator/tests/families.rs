@@ -61,3 +61,12 @@ fn emulated_cuda_selects_from_parts_of_a_long_row_as_the_cpu_from_the_whole() {
         hold(cuda_device(Rigour::Proven).unwrap(), sizes, &[2], "index_score", 3);
     }
 }
+
+#[test]
+fn emulated_cuda_keeps_to_alignment_where_a_record_has_an_odd_number_of_bytes() {
+    if common::ready("emulated_cuda_keeps_to_alignment_where_a_record_has_an_odd_number_of_bytes") {
+        let sizes = Sizes { hidden: 96, head_dim: 96, index_head_dim: 96, engram_head_dim: 96, ..TINY };
+        hold(cuda_device(Rigour::Proven).unwrap(), sizes, &[3], "", 20);
+        hold(device_with(Rigour::Once).unwrap(), sizes, &[3], "", 20);
+    }
+}

@@ -425,5 +425,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) hyper_tap(const float* str
     value.z = bf16_round((((x0.z + x1.z) + x2.z) + x3.z) * 0.25f);
     value.w = bf16_round((((x0.w + x1.w) + x2.w) + x3.w) * 0.25f);
     if ((shape.outputs & 2) != 0) value = fp8_round_quad(value);
-    if (inside) *(float4*)(out + row * shape.out_columns + shape.out_offset + 4 * quad) = value;
+    if (!inside) return;
+    // The place of a tap may be of any alignment.
+    float* to = out + row * shape.out_columns + shape.out_offset + 4 * quad;
+    to[0] = value.x;
+    to[1] = value.y;
+    to[2] = value.z;
+    to[3] = value.w;
 }

@@ -35,12 +35,12 @@ kv_store(const float* x, const float* norm, const RowInfo* rows, const float* fr
     const u32 scale = fp8_scale(block_max(value));
     if (!inside) return;
     const float inverse = inverse_scale(scale);
-    const u32 low = e4m3_code(value.x * inverse) | e4m3_code(value.y * inverse) << 8;
-    const u32 high = e4m3_code(value.z * inverse) | e4m3_code(value.w * inverse) << 8;
-    // A record is a multiple of two bytes.
+    // A record may be of an odd number of bytes.
     u8* record = records + (u64)row * (head_dim + head_dim / 32);
-    ((u16*)record)[2 * thread] = (u16)low;
-    ((u16*)record)[2 * thread + 1] = (u16)high;
+    record[c] = (u8)e4m3_code(value.x * inverse);
+    record[c + 1] = (u8)e4m3_code(value.y * inverse);
+    record[c + 2] = (u8)e4m3_code(value.z * inverse);
+    record[c + 3] = (u8)e4m3_code(value.w * inverse);
     if (thread % 8 == 0) record[head_dim + thread / 8] = (u8)scale;
 }
 
