@@ -97,6 +97,13 @@ fn prove(options: &Options, printer: &mut Printer) -> Result<bool, String> {
             }
         });
     }
+    let mut families: Vec<&str> = contracts.iter().map(|contract| contract.family()).collect();
+    families.dedup();
+    if options.backend == Backend::Cuda && families.len() > 1 {
+        // Without a device nobody is asked.
+        target_of(options.backend)?;
+        return apart(options, &families, printer);
+    }
     let fresh = fresh_seeds(options.seeds);
     let target = target_of(options.backend)?;
     let known = run::known_findings();
@@ -114,6 +121,29 @@ fn prove(options: &Options, printer: &mut Printer) -> Result<bool, String> {
     }
     say!(printer, "{}", report.summary_line());
     Ok(report.holds())
+}
+
+/// Each family in a process of its own: a kernel that fails on a CUDA device leaves its whole process without one. A report
+/// goes to the given file's name with the family's behind it.
+fn apart(options: &Options, families: &[&str], printer: &mut Printer) -> Result<bool, String> {
+    let program = std::env::current_exe().map_err(|error| format!("cannot find this program: {error}"))?;
+    let mut held = 0;
+    for family in families {
+        let mut command = std::process::Command::new(&program);
+        // The words of a subcommand, if this is one.
+        command.args(options.program.split_whitespace().skip(1));
+        command.args(["--backend", options.backend.name(), "--only", family, "--seeds", &options.seeds.to_string()]);
+        if let Some(path) = &options.json {
+            command.arg("--json").arg(format!("{}.{family}", path.display()));
+        }
+        let status = command.status().map_err(|error| format!("cannot start {}: {error}", program.display()))?;
+        held += usize::from(status.success());
+        if !status.success() {
+            say!(printer, "FAIL  {family}: its process ended with {status}");
+        }
+    }
+    say!(printer, "kernel contract, {}: SUMMARY {held} of {} families hold", options.command(), families.len());
+    Ok(held == families.len())
 }
 
 /// Where the kernels of a backend run on this machine.
