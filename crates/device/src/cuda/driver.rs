@@ -1,7 +1,7 @@
 //! A CUDA GPU behind the face of all GPUs.
 
 use super::staging::Staging;
-use super::{CudaError, Gpu, Kernel, Module, Parameter, Shape};
+use super::{CudaError, Gpu, Kernel, Module, Shape};
 use crate::gpu::{Argument, Backend, Block, Call, Driver, GpuDevice, GpuLimits, Program, Span};
 use crate::{Device, LaunchError};
 use cudarc::driver::sys;
@@ -72,7 +72,7 @@ struct CudaDriver {
     asked: Option<Asked>,
     modules: Mutex<HashMap<&'static str, Arc<Module>>>,
     /// By the program's address, which is static, and the entry.
-    kernels: Mutex<HashMap<(usize, &'static str), Kernel>>,
+    kernels: Mutex<HashMap<(usize, &'static str), Arc<Kernel>>>,
     staging: Mutex<Staging>,
 }
 
@@ -104,7 +104,7 @@ impl CudaDriver {
         self.check(self.gpu.inner.enter())
     }
 
-    fn kernel(&self, program: &'static Program, entry: &'static str) -> Result<Kernel, LaunchError> {
+    fn kernel(&self, program: &'static Program, entry: &'static str) -> Result<Arc<Kernel>, LaunchError> {
         let mut kernels = locked(&self.kernels);
         let key = (std::ptr::from_ref(program) as usize, entry);
         if let Some(kernel) = kernels.get(&key) {
@@ -117,6 +117,7 @@ impl CudaDriver {
             Err(CudaError::NoKernel { .. }) => return Err(missing),
             Err(error) => return Err(self.failed(error)),
         };
+        let kernel = Arc::new(kernel);
         kernels.insert(key, kernel.clone());
         Ok(kernel)
     }
@@ -195,17 +196,18 @@ impl Driver for CudaDriver {
             Argument::Read(_) | Argument::Write(_) | Argument::Missing => None,
         });
         let mut staged = staging.stage(&self.gpu, slices).map_err(|error| self.failed(error))?.into_iter();
-        let mut parameters = Vec::with_capacity(call.arguments.len() + 1);
-        for argument in call.arguments {
-            parameters.push(Parameter::new().address(match argument {
+        let addresses: Vec<[u8; 8]> = call
+            .arguments
+            .iter()
+            .map(|argument| match argument {
                 Argument::Read(span) | Argument::Write(span) => address(*span),
                 Argument::Bytes(_) => staged.next().unwrap_or(0),
                 Argument::Missing => 0,
-            }));
-        }
-        if !call.shape.is_empty() {
-            parameters.push(Parameter::raw(call.shape));
-        }
+            })
+            .map(u64::to_ne_bytes)
+            .collect();
+        let shape_bytes = (!call.shape.is_empty()).then_some(call.shape);
+        let images: Vec<&[u8]> = addresses.iter().map(|address| &address[..]).chain(shape_bytes).collect();
         let shape = Shape {
             blocks: call.groups as usize,
             threads: call.threads as usize,
@@ -213,7 +215,7 @@ impl Driver for CudaDriver {
             cluster: call.tuning.cluster.max(1) as usize,
             overlap: call.tuning.overlap,
         };
-        self.check(self.gpu.launch(&kernel, shape, &parameters))
+        self.check(self.gpu.launch_images(&kernel, shape, &images))
     }
 
     fn copy(&self, from: Span, to: Span) -> Result<(), LaunchError> {

@@ -5,6 +5,7 @@ use super::gpu::{Context, Gpu};
 use cudarc::driver::sys::{self, CUfunction_attribute as Attribute};
 use std::ffi::{CString, c_void};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// A loaded cubin.
 #[derive(Debug)]
@@ -70,6 +71,7 @@ impl Module {
             name: name.to_string(),
             function,
             argument_bytes,
+            shared_allowed: Arc::new(AtomicUsize::new(SHARED_ALWAYS)),
             registers: attribute(Attribute::CU_FUNC_ATTRIBUTE_NUM_REGS)?,
             local_bytes: attribute(Attribute::CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)?,
             static_shared_bytes: attribute(Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)?,
@@ -98,8 +100,13 @@ pub struct Kernel {
     pub threads_max: usize,
     argument_bytes: Vec<usize>,
     function: sys::CUfunction,
+    /// Dynamic shared memory that the driver lets a launch ask for so far.
+    shared_allowed: Arc<AtomicUsize>,
     module: Arc<Module>,
 }
+
+/// Dynamic shared memory that needs no word to the driver.
+const SHARED_ALWAYS: usize = 48 << 10;
 
 // SAFETY: a function is a handle into its module, which is kept.
 unsafe impl Send for Kernel {}
@@ -169,10 +176,19 @@ impl Gpu {
     /// # Errors
     /// [`CudaError::Limit`] and [`CudaError::Argument`] before anything is launched; [`CudaError::Driver`].
     pub fn launch(&self, kernel: &Kernel, shape: Shape, parameters: &[Parameter]) -> Result<(), CudaError> {
-        let limit = |what, found: usize, max: usize| {
-            let (found, max) = (found as u64, max as u64);
-            let refused = CudaError::Limit { kernel: kernel.name.clone(), what, found, max };
-            if found <= max { Ok(()) } else { Err(refused) }
+        let images: Vec<Vec<u8>> = parameters.iter().map(Parameter::padded).collect();
+        let images: Vec<&[u8]> = images.iter().map(Vec::as_slice).collect();
+        self.launch_images(kernel, shape, &images)
+    }
+
+    /// As [`Gpu::launch`], with each argument as its bytes.
+    pub(super) fn launch_images(&self, kernel: &Kernel, shape: Shape, images: &[&[u8]]) -> Result<(), CudaError> {
+        let limit = |what, found: usize, max: usize| match found <= max {
+            true => Ok(()),
+            false => {
+                let (kernel, found, max) = (kernel.name.clone(), found as u64, max as u64);
+                Err(CudaError::Limit { kernel, what, found, max })
+            }
         };
         limit("the block's thread count", shape.threads, kernel.threads_max)?;
         limit("the cluster's block count", shape.cluster, if self.capability.0 >= 9 { 8 } else { 1 })?;
@@ -180,9 +196,8 @@ impl Gpu {
         limit("the grid's block count", shape.blocks, i32::MAX as usize)?;
         let shared_max = self.shared_bytes_max.saturating_sub(kernel.static_shared_bytes);
         limit("the block's shared memory", shape.shared_bytes, shared_max)?;
-        let mut images: Vec<Vec<u8>> = parameters.iter().map(Parameter::padded).collect();
         for index in 0..images.len().max(kernel.argument_bytes.len()) {
-            let found = images.get(index).map_or(0, Vec::len);
+            let found = images.get(index).map_or(0, |image| image.len());
             let expected = kernel.argument_bytes.get(index).copied().unwrap_or(0);
             if found != expected {
                 return Err(CudaError::Argument { kernel: kernel.name.clone(), index, found, expected });
@@ -192,14 +207,16 @@ impl Gpu {
             return Err(CudaError::OtherDevice { kernel: kernel.name.clone() });
         }
         self.inner.enter()?;
-        if shape.shared_bytes > 48 << 10 {
+        if shape.shared_bytes > kernel.shared_allowed.load(Ordering::Relaxed) {
             let which = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
             // SAFETY: sets one integer of an existing function; the value is within the device's limit, checked above.
             check("cuFuncSetAttribute", unsafe {
                 sys::cuFuncSetAttribute(kernel.function, which, shape.shared_bytes as i32)
             })?;
+            kernel.shared_allowed.store(shape.shared_bytes, Ordering::Relaxed);
         }
-        let mut pointers: Vec<*mut c_void> = images.iter_mut().map(|image| image.as_mut_ptr().cast()).collect();
+        // The driver copies the arguments during the call and writes none of them.
+        let mut pointers: Vec<*mut c_void> = images.iter().map(|image| image.as_ptr().cast_mut().cast()).collect();
         let overlap = sys::CUlaunchAttribute {
             id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
             pad: [0; 4],
