@@ -6,6 +6,7 @@ use tf_model::deepseek_v41::Options;
 
 use crate::arguments::Arguments;
 use crate::failure::Failure;
+use crate::machine::{self, Memory};
 
 /// Opens the device.
 ///
@@ -26,6 +27,17 @@ fn cuda() -> Result<Device, Failure> {
 #[cfg(not(feature = "cuda"))]
 fn cuda() -> Result<Device, Failure> {
     Err(Failure::run_time("this build has no CUDA; build it with `--features cuda`"))
+}
+
+/// The memory that weights and caches go into.
+pub fn memory(device: &Device) -> Option<Memory> {
+    match device {
+        Device::Cpu(_) => machine::memory(),
+        Device::Gpu(gpu) => {
+            let available = gpu.driver().free_bytes().ok()?;
+            Some(Memory { total: gpu.limits().memory_bytes, available })
+        }
+    }
 }
 
 /// The word of `--backend`.

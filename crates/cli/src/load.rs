@@ -21,7 +21,6 @@ use crate::device;
 use crate::failure::Failure;
 use crate::inspect::Inspection;
 use crate::locate::{Located, is_model, locate};
-use crate::machine;
 use crate::options::Environment;
 use crate::resolve::{Loading, show_bytes};
 
@@ -69,7 +68,8 @@ pub fn located(
 /// # Errors
 /// Every reason that keeps it from being served, a line each.
 pub fn checked(located: &Located, arguments: &Arguments) -> Result<Checked, Failure> {
-    let found = Inspection::of(located, arguments, machine::memory());
+    let device = device::open(arguments)?;
+    let found = Inspection::of(located, arguments, device::memory(&device));
     if !found.reasons.is_empty() {
         return Err(Failure::run_time(found.reasons.join("\n")));
     }
@@ -79,7 +79,6 @@ pub fn checked(located: &Located, arguments: &Arguments) -> Result<Checked, Fail
     else {
         return Err(Failure::run_time(format!("{} could not be judged; `tensorfold info` says more", located.name)));
     };
-    let device = device::open(arguments)?;
     let generation = checkpoint.generation_config().map_err(|error| Failure::run_time(error.to_string()))?;
     Ok(Checked {
         name: located.name.clone(),

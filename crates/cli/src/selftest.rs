@@ -5,6 +5,9 @@ use std::time::Instant;
 
 use serde_json::json;
 use sha2::{Digest, Sha256};
+use tf_device::Device;
+use tf_device::gpu::{Backend, GpuQueue};
+use tf_kernels::tensor_step::{self, Found};
 use tf_model::deepseek_v41::Fault;
 use tf_model::deepseek_v41::laws::{Extent, LAWS, Law, Subject};
 use tf_model::deepseek_v41::load::Weights;
@@ -47,7 +50,15 @@ pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failu
     let is_json = arguments.is_on("json");
     let mut total = Sha256::new();
     let (mut passed, mut failed, mut skipped) = (0, 0, 0);
-    for law in LAWS.iter().filter(|law| wanted.contains(&law.id)) {
+    if let Some(found) = arithmetic(&checked.device)? {
+        match found.differ {
+            0 => passed += 1,
+            _ => failed += 1,
+        }
+        print(&format!("{}\n", arithmetic_line(&found, is_json)))?;
+    }
+    let on_gpu = checked.device.backend().is_some();
+    for law in LAWS.iter().filter(|law| wanted.contains(&law.id) && !(law.cpu_only && on_gpu)) {
         let started = Instant::now();
         let result = (law.run)(&subject, Fault::None);
         let seconds = started.elapsed().as_secs_f64();
@@ -74,7 +85,9 @@ pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failu
         };
         print(&format!("{line}\n"))?;
     }
-    for (id, title, reason) in NOT_APPLICABLE.iter().filter(|(id, ..)| wanted.contains(id)) {
+    let of_the_cpu = LAWS.iter().filter(|law| law.cpu_only && on_gpu);
+    let of_the_cpu = of_the_cpu.map(|law| (law.id, law.title, "a GPU does the work: no bit can depend on the CPU"));
+    for (id, title, reason) in of_the_cpu.chain(NOT_APPLICABLE.iter().copied()).filter(|(id, ..)| wanted.contains(id)) {
         skipped += 1;
         let line = match is_json {
             true => json!({"law": id, "title": title, "result": "not applicable", "reason": reason}).to_string(),
@@ -98,6 +111,35 @@ pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failu
     match failed {
         0 => Ok(()),
         _ => Err(Failure { code: 1, text: String::new() }),
+    }
+}
+
+/// Whether this GPU's tensor cores add as the emulator of the kernel contract says: the ground of every other claim about
+/// a GPU of CUDA. `None` elsewhere.
+fn arithmetic(device: &Device) -> Result<Option<Found>, Failure> {
+    const TILES: usize = 256;
+    const STEPS: usize = 16;
+    match device {
+        Device::Gpu(gpu) if gpu.backend() == Backend::Cuda => {
+            let found = tensor_step::probe(&mut GpuQueue::new(gpu), TILES, STEPS, 1);
+            found.map(Some).map_err(|error| Failure::run_time(error.to_string()))
+        }
+        Device::Cpu(_) | Device::Gpu(_) => Ok(None),
+    }
+}
+
+fn arithmetic_line(found: &Found, is_json: bool) -> String {
+    let title = "tensor cores add as the emulator";
+    let result = if found.differ == 0 { "pass" } else { "fail" };
+    match is_json {
+        true => json!({"law": "G0", "title": title, "result": result, "compared": found.compared,
+            "differ": found.differ, "first": found.first})
+        .to_string(),
+        false => {
+            let first = found.first.as_deref().unwrap_or("");
+            let (result, compared, differ) = (result.to_uppercase(), found.compared, found.differ);
+            format!("{result} G0 {title:<32} {compared} sums compared, {differ} differ {first}").trim_end().to_owned()
+        }
     }
 }
 
