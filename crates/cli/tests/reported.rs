@@ -217,7 +217,11 @@ async fn eight_long_prompts_at_once_get_their_own_answers() {
 async fn the_next_turn_resumes_with_and_without_the_old_reasoning() {
     let (warm, cold) = (Demo::start(&[]), Demo::cold());
     let question = json!({"role": "user", "content": "What is 17+25?"});
-    let chat = |messages: &[Value]| json!({"messages": messages, "max_tokens": 60, "temperature": 0, "logprobs": true, "return_token_ids": true});
+    let chat = |messages: &[Value]| {
+        let mut body = json!({"max_tokens": 60, "temperature": 0, "logprobs": true, "return_token_ids": true});
+        body["messages"] = json!(messages);
+        body
+    };
     let first = chat(std::slice::from_ref(&question));
     let answer = warm.ask(&first).await;
     assert_cold(&cold, &first, &answer, "the first turn").await;

@@ -15,7 +15,7 @@ pub const PROMPT_ROWS_UNTIMED: u32 = 64;
 /// Rows that a snapshot inside a prompt must save before a round ends early for it, or a prompt waits for another's.
 pub const SNAPSHOT_ROWS_MIN: u32 = 16;
 
-/// A prompt waits no longer than this for news of a prefix on disk, then it is computed.
+/// A prompt waits at most this long for news of a prefix on disk, then it is computed.
 pub const LOAD_PATIENCE: Duration = Duration::from_secs(5);
 /// Pieces that a round makes for the disk beside running sequences.
 pub const DISK_PIECES_A_ROUND: u32 = 1;

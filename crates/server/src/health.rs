@@ -153,7 +153,7 @@ mod tests {
         let (rates, start) = (Rates::default(), Instant::now());
         assert_eq!(rates.per_second(), (0.0, 0.0));
         for step in 0..40u64 {
-            // A burst in the first second, then 10 and 100 tokens a step of 100 ms.
+            // A burst in the first second, then 10 and 100 tokens a step of a tenth of a second.
             let burst = if step < 10 { 0 } else { 5000 };
             let stats =
                 EngineStats { reply_tokens: burst + 10 * step, prompt_rows: 100 * step, ..EngineStats::default() };
