@@ -161,7 +161,8 @@ fn edited_cut_and_foreign_files_are_refused_and_the_reply_stays_the_same() {
     let whole: Vec<(PathBuf, Vec<u8>)> =
         folder.files().into_iter().map(|path| (path.clone(), std::fs::read(&path).expect("it is there"))).collect();
     let foreign = folder.0.join("00000000000000f0.tfkept");
-    let edits: [(&str, &dyn Fn(&mut Vec<u8>)); 6] = [
+    type Edit<'a> = &'a dyn Fn(&mut Vec<u8>);
+    let edits: [(&str, Edit<'_>); 6] = [
         ("whole", &|_| {}),
         ("a bit of the contents", &|bytes| {
             let middle = bytes.len() - 500;

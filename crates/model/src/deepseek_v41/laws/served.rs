@@ -36,7 +36,7 @@ fn requests(subject: &Subject) -> Vec<Request> {
             sampling,
             logprobs: Some(2),
             forcing: if index % 2 == 1 { forcing(4 + index as u32) } else { None },
-            priority: if index % 3 == 0 { Priority::Background } else { Priority::Foreground },
+            priority: if index.is_multiple_of(3) { Priority::Background } else { Priority::Foreground },
             ..Request::greedy(&prompt, 26)
         }
     };
