@@ -73,8 +73,8 @@ pub(crate) const CUDA_TILE_STEPS: Control = Control::cuda(
     "multiplies with the inputs of another step in tiles (CUDA)",
     Gate::Value,
     include_str!("../shared/tile.cuh"),
-    "descriptor + 2 * k",
-    "descriptor + 2 * (k ^ 1)",
+    "low[m] + 4 * k, descriptor + 2 * k",
+    "low[m] + 4 * k, descriptor + 2 * (k ^ 1)",
 );
 /// See [`CUDA_ROUNDING`].
 pub(crate) const CUDA_SCALE: Control = Control::cuda(
