@@ -467,12 +467,6 @@ extern "C" __attribute__((visibility("default"))) void *tf_map(uint32_t index, u
     return regions[size_t(buffers[index])].start;
 }
 
-// As tf_map, for memory of the caller's own, around which nothing is guarded.
-extern "C" __attribute__((visibility("default"))) void tf_bind(uint32_t index, void *start, uint64_t bytes) {
-    buffers[index] = int(regions.size());
-    regions.push_back(Region{static_cast<unsigned char *>(start), size_t(bytes), true, false, {}});
-}
-
 // Runs the whole grid. 0, or 1 with the first error's text.
 extern "C" __attribute__((visibility("default"))) int tf_dispatch(Request *r) {
     request = r;

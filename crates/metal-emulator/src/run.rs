@@ -108,8 +108,7 @@ impl Program {
         self.run_on(launch, &CHIPS, &SCHEDULES)
     }
 
-    /// As [`Program::run`], for the given chips and schedules. A single schedule without checks uses large buffers where they
-    /// are: after a defect they may be half written.
+    /// As [`Program::run`], for the given chips and schedules.
     ///
     /// # Errors
     /// As [`Program::run`].
@@ -136,13 +135,12 @@ impl Program {
         let bytes_max = chips.iter().map(|chip| chip.threadgroup_bytes_max).min().unwrap_or(32 << 10);
         let mut report = Report { threadgroup_bytes: 0, switches: 0 };
         let mut first: Option<Vec<Option<Vec<u8>>>> = None;
-        let in_place = matches!(schedules, [only] if !only.checked);
         for (&schedule, poison) in schedules.iter().zip(POISONS.iter().cycle()) {
             let plain = || self.plain.as_ref().expect("a program built for checks is run with checks");
             let library = if schedule.checked { &self.checked } else { plain() };
             let library = library.lock().expect("a run that panicked left the runtime in an unknown state");
             self.set_constants(&library, launch);
-            let (outputs, seen) = execute(&library, launch, in_place, schedule, *poison, bytes_max)?;
+            let (outputs, seen) = execute(&library, launch, schedule, *poison, bytes_max)?;
             report = seen;
             let Some(first) = &first else {
                 first = Some(outputs);
@@ -201,51 +199,39 @@ impl Program {
     }
 }
 
-/// Shorter arguments are copied between guards also where they could be used in place.
-const IN_PLACE_FROM: usize = 4096;
-
 type Outputs = Vec<Option<Vec<u8>>>;
 
-/// With `in_place` large arguments are used where they are: their bytes are then the result, and nothing guards them.
 fn execute(
     library: &Library,
-    launch: &mut Launch<'_>,
-    in_place: bool,
+    launch: &Launch<'_>,
     schedule: Schedule,
     poison: u32,
     threadgroup_bytes_max: u64,
 ) -> Result<(Outputs, Report), RunError> {
     let symbol = format!("tf_entry_{}", launch.kernel);
     // SAFETY: these are the signatures that runtime.cpp and the generated entry points have.
-    let (entry, reset, map, bind, dispatch) = unsafe {
+    let (entry, reset, map, dispatch) = unsafe {
         let missing = "every library of this crate exports these";
         (
             *library.get::<unsafe extern "C" fn()>(symbol.as_bytes()).expect(missing),
             *library.get::<unsafe extern "C" fn()>(b"tf_reset").expect(missing),
             *library.get::<unsafe extern "C" fn(u32, u64, i32) -> *mut c_void>(b"tf_map").expect(missing),
-            *library.get::<unsafe extern "C" fn(u32, *mut c_void, u64)>(b"tf_bind").expect(missing),
             *library.get::<unsafe extern "C" fn(*mut Request) -> i32>(b"tf_dispatch").expect(missing),
         )
     };
     let mut mapped = Vec::new();
     // SAFETY: the caller holds the library's lock, so nobody else uses its runtime.
     unsafe { reset() };
-    for (index, argument) in launch.arguments.iter_mut().enumerate() {
-        let (start, length, writable) = match argument {
-            Argument::Read(bytes) => (bytes.as_ptr().cast_mut(), bytes.len(), false),
-            Argument::Write(bytes) => (bytes.as_mut_ptr(), bytes.len(), true),
+    for (index, argument) in launch.arguments.iter().enumerate() {
+        let (bytes, writable): (&[u8], bool) = match argument {
+            Argument::Read(bytes) => (bytes, false),
+            Argument::Write(bytes) => (bytes, true),
         };
-        if in_place && length >= IN_PLACE_FROM && (start as usize).is_multiple_of(16) {
-            // SAFETY: the slice outlives the launch; the caller has checked that a kernel writes no `Read` argument.
-            unsafe { bind(index as u32, start.cast(), length as u64) };
-            mapped.push(None);
-            continue;
-        }
         // SAFETY: the runtime returns that many bytes of its own, valid until the next reset.
         unsafe {
-            let to = map(index as u32, length as u64, i32::from(writable)).cast::<u8>();
-            std::ptr::copy_nonoverlapping(start.cast_const(), to, length);
-            mapped.push(Some(to));
+            let to = map(index as u32, bytes.len() as u64, i32::from(writable)).cast::<u8>();
+            std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len());
+            mapped.push(to);
         }
     }
     let (order, seed) = match schedule.order {
@@ -275,9 +261,9 @@ fn execute(
         let text = String::from_utf8_lossy(&request.error[..end]).into_owned();
         return Err(RunError::Defect { kernel: launch.kernel.into(), schedule, text });
     }
-    let outputs = launch.arguments.iter().zip(mapped).map(|(argument, from)| match (argument, from) {
-        (Argument::Read(_), _) | (_, None) => None,
-        (Argument::Write(bytes), Some(from)) => {
+    let outputs = launch.arguments.iter().zip(mapped).map(|(argument, from)| match argument {
+        Argument::Read(_) => None,
+        Argument::Write(bytes) => {
             let mut copy = vec![0; bytes.len()];
             // SAFETY: the mapping holds as many bytes and no fiber runs any more.
             unsafe { std::ptr::copy_nonoverlapping(from, copy.as_mut_ptr(), copy.len()) };
