@@ -51,8 +51,6 @@ pub struct Plan {
     pub clients: usize,
     pub time: Duration,
     pub seed: u64,
-    /// What a process takes beside its plan.
-    pub overhead_bytes: u64,
     /// Positions of a page: how far before a common prefix's end a turn may resume.
     pub page: u64,
 }
@@ -151,7 +149,7 @@ pub async fn run(plan: &Plan, record: &mut Record, say: &dyn Fn(&str)) -> Result
         heap: Mutex::default(),
         start: Instant::now(),
     });
-    let watcher = tokio::spawn(watch::run(shared.clone(), plan.overhead_bytes));
+    let watcher = tokio::spawn(watch::run(shared.clone()));
     let mut clients = Vec::new();
     for number in 0..plan.clients as u64 {
         clients.push(tokio::spawn(lead(shared.clone(), Traffic::new(plan.seed, number, vocab_size, context), number)));

@@ -12,14 +12,14 @@ use tf_engine::Sampling;
 use tf_engine::model::{DraftRequest, Drafts, Drawn, Model, RoundPlan, SequenceView, SlotIndex, Window};
 use tf_model::deepseek_v41::{DeepseekV41, Options};
 
-use crate::arguments::{Arguments, Mistakes};
+use crate::arguments::{Arguments, Mistakes, Source};
 use crate::build;
 use crate::device;
 use crate::evaluate;
 use crate::failure::{Failure, print};
 use crate::load::{self, Checked};
 use crate::measure;
-use crate::options::Environment;
+use crate::options::{Command, Environment, OPTIONS, OptionSpec, Section};
 use crate::slice;
 use crate::soak;
 
@@ -33,6 +33,12 @@ pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failu
         false => arguments.positionals.remove(0),
     };
     let format = arguments.text("format").and_then(Format::parse).unwrap_or(Format::Table);
+    if SUBCOMMANDS.split(", ").any(|name| name == subcommand) {
+        let foreign = foreign(&arguments, &subcommand);
+        if !foreign.is_empty() {
+            return Err(Mistakes(foreign).into());
+        }
+    }
     if subcommand == "compare" {
         return compare(&arguments, format);
     }
@@ -56,6 +62,21 @@ pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failu
         other => return Err(Mistakes(vec![format!("bench {other} is unknown: {SUBCOMMANDS}")]).into()),
     };
     show(&arguments, format, &record, "")
+}
+
+/// Mistakes for flags that only other subcommands read: their help begins with whose they are.
+fn foreign(arguments: &Arguments, subcommand: &str) -> Vec<String> {
+    let is_given = |spec: &&OptionSpec| arguments.setting(spec.flag).is_some_and(|s| s.source == Source::Flag);
+    let of_bench = OPTIONS.iter().filter(|spec| spec.section == Section::Command && spec.commands == [Command::Bench]);
+    let told = |spec: &OptionSpec| {
+        let (owners, _) = spec.help.split_once(": ")?;
+        let mut names = owners.split(", ");
+        let is_owned = owners.split(", ").all(|owner| SUBCOMMANDS.split(", ").any(|name| name == owner));
+        let is_foreign = is_owned && names.all(|owner| owner != subcommand);
+        let flag = spec.flag;
+        is_foreign.then(|| format!("--{flag} has no effect on bench {subcommand}; it belongs to {owners}: leave it out"))
+    };
+    of_bench.filter(is_given).filter_map(told).collect()
 }
 
 /// Writes the record, prints it with `picture` below, and fails where a check fails.

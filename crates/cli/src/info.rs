@@ -8,6 +8,7 @@ use tf_numerics::lanes::Level;
 
 use crate::arguments::{Arguments, Request, Setting, parse, show};
 use crate::build;
+use crate::device;
 use crate::failure::{Failure, print};
 use crate::inspect::Inspection;
 use crate::load::Checked;
@@ -33,7 +34,7 @@ pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failu
         return Ok(print(&text)?);
     };
     let located = locate(name, arguments.text("revision").unwrap_or("main"), environment)?;
-    let inspection = Inspection::of(&located, arguments, machine::memory());
+    let inspection = Inspection::of(&located, arguments, device::memory(&device::open(arguments)?));
     let text = match arguments.is_on("json") {
         true => {
             let model = model_json(&located, &inspection);
@@ -129,6 +130,7 @@ fn shape_json(shape: &Shape) -> Json {
 /// What `/server_info` says of a checkpoint that is served with these arguments. Names no place on this machine.
 pub fn served(checked: &Checked, arguments: &Arguments) -> Json {
     let options = OPTIONS.iter().filter(|spec| spec.commands.contains(&arguments.command) && !spec.secret);
+    let options = options.filter(|spec| spec.flag != "model" && !matches!(spec.kind, Kind::File | Kind::Folder));
     let options: serde_json::Map<String, Json> = options
         .filter_map(|spec| Some((spec.flag.to_owned(), show(&arguments.setting(spec.flag)?.value).into())))
         .collect();
@@ -169,7 +171,7 @@ fn plan_json(loading: &Loading, shape: Option<&Shape>) -> Json {
 }
 
 /// The plan's parts by name, in the order of the list.
-pub fn parts(plan: &MemoryPlan) -> [(&'static str, u64); 11] {
+pub fn parts(plan: &MemoryPlan) -> [(&'static str, u64); 12] {
     [
         ("embedding", plan.weights.embedding),
         ("head", plan.weights.head),
@@ -182,11 +184,12 @@ pub fn parts(plan: &MemoryPlan) -> [(&'static str, u64); 11] {
         ("kept states", plan.kept_bytes),
         ("indexer scratch", plan.indexer_bytes),
         ("activations", plan.activation_bytes),
+        ("program", plan.program_bytes),
     ]
 }
 
 /// The plan as `/memory` names its parts. The n-gram tables stay mapped and are no part of the sum.
-pub fn memory_plan(plan: &MemoryPlan) -> [(&'static str, u64); 6] {
+pub fn memory_plan(plan: &MemoryPlan) -> [(&'static str, u64); 7] {
     let weights = &plan.weights;
     [
         ("weights", weights.embedding + weights.head + weights.dense + weights.draft),
@@ -195,6 +198,7 @@ pub fn memory_plan(plan: &MemoryPlan) -> [(&'static str, u64); 6] {
         ("kv", u64::from(plan.slots) * plan.slot_bytes + plan.page_bytes),
         ("snapshots", plan.kept_bytes),
         ("scratch", plan.indexer_bytes + plan.activation_bytes),
+        ("program", plan.program_bytes),
     ]
 }
 

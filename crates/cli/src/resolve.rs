@@ -25,6 +25,8 @@ const SLOTS_AUTO: u32 = 8;
 const ROUND_ROWS_AUTO: u32 = 512;
 /// Full windows that kept prefixes take at most where nobody says.
 const KEPT_WINDOWS_AUTO: u64 = 32;
+/// What the program takes beside the model: tokenizer, threads, connections, texts of requests, what the allocator keeps.
+const PROGRAM_BYTES: u64 = 48 << 20;
 
 /// What a model is loaded with, and what that takes.
 #[derive(Clone, Debug)]
@@ -62,7 +64,8 @@ pub fn loading(arguments: &Arguments, shape: &Shape, memory: Option<Memory>) -> 
     let round_rows = match flag_count(arguments, "round-rows") {
         Some(rows) if rows < verify_rows => {
             mistakes.push(format!(
-                "--round-rows {rows} is fewer than one verify window of {verify_rows} rows. Use a larger value or leave it out"
+                "--round-rows {rows} is fewer than the {verify_rows} rows of a draft block and its anchor, which are computed \
+                 whatever --draft N is. Use a larger value, leave it out, or use --draft off"
             ));
             rows_auto
         }
@@ -88,6 +91,7 @@ pub fn loading(arguments: &Arguments, shape: &Shape, memory: Option<Memory>) -> 
     // The budget of kept prefixes may be used up by pages or by states, and pages once written stay resident.
     let with_pages = |slots: u32, context: u32, pages: u32, kept_bytes: u64| MemoryPlan {
         kept_bytes,
+        program_bytes: PROGRAM_BYTES,
         ..MemoryPlan::new(shape, slots, context, round_rows, threads, Some(pages))
     };
     let page_bytes = with_pages(1, 1, 1, 0).page_bytes.max(1);
@@ -108,7 +112,7 @@ pub fn loading(arguments: &Arguments, shape: &Shape, memory: Option<Memory>) -> 
     let least = plan(1, context.unwrap_or(1));
     if least.fixed_bytes() > room {
         return Err(refuse(format!(
-            "the weights and activations need {}, and {} are there. Use a machine with more memory, or raise --memory",
+            "the weights, the activations and the program itself need {}, and {} are there. Use a machine with more memory, or raise --memory",
             show_bytes(least.fixed_bytes()),
             show_bytes(room)
         )));
@@ -360,9 +364,9 @@ mod tests {
         assert_eq!((options.context, options.slots, options.round_rows, options.threads), (8192, 8, 512, 3));
         assert!(options.draft && loading.plan.total_bytes() <= loading.budget.unwrap());
         // Little memory: a shorter window before fewer than one request.
-        let tight = loading_of("serve --threads 1 --memory 28MiB").unwrap();
+        let tight = loading_of("serve --threads 1 --memory 76MiB").unwrap();
         assert!(tight.options.context < 8192 && tight.options.slots == 1, "{tight:?}");
-        assert!(tight.plan.total_bytes() <= 28 << 20);
+        assert!(tight.plan.total_bytes() <= 76 << 20);
         // Without any figure of the machine everything is taken as asked.
         let unknown = super::loading(&arguments("serve --parallel 3"), &FLASH, None).unwrap();
         assert_eq!((unknown.options.context, unknown.options.slots, unknown.budget), (1 << 20, 3, None));
@@ -375,7 +379,7 @@ mod tests {
     #[test]
     fn a_raised_budget_never_shrinks_a_window() {
         let (mut context, mut slots, mut grew) = (0, 0, 0);
-        for mebibytes in 28..62 {
+        for mebibytes in 76..110 {
             let line = format!("serve --threads 1 --memory {mebibytes}MiB");
             let options = loading_of(&line).unwrap().options;
             assert!(options.context >= context && options.slots >= slots, "{mebibytes} MiB: {options:?}");
@@ -391,11 +395,11 @@ mod tests {
             ("serve --context 8193", "--context 8193 is larger than this model's 8192 positions"),
             ("serve --chunk abc", "--chunk abc is no number of rows"),
             ("serve --chunk 0", "--chunk 0 is no number of rows"),
-            ("serve --round-rows 5", "--round-rows 5 is fewer than one verify window of 6 rows"),
+            ("serve --round-rows 5", "--round-rows 5 is fewer than the 6 rows of a draft block"),
             ("serve --round-rows 8 --parallel 8", "--round-rows 8 leaves no row for prompts beside 8 replies"),
-            ("serve --memory 1MiB", "the weights and activations need"),
-            ("serve --memory 100MiB --parallel 1000", "one token for each of 1000 requests"),
-            ("serve --memory 60MiB --parallel 200 --context 8k", "or raise --memory"),
+            ("serve --memory 1MiB", "the weights, the activations and the program itself need"),
+            ("serve --memory 148MiB --parallel 1000", "one token for each of 1000 requests"),
+            ("serve --memory 108MiB --parallel 200 --context 8k", "or raise --memory"),
         ] {
             let error = loading_of(line).unwrap_err().to_string();
             assert!(error.contains(part), "{line}: {error}");

@@ -103,6 +103,9 @@ fn read(arguments: &Arguments, device: &Device) -> Result<Plan, Failure> {
     let context = arguments.count("context").unwrap_or(defaults.context) as u32;
     let laws =
         arguments.list("laws").map_or_else(|| defaults.laws.iter().map(ToString::to_string).collect(), <[_]>::to_vec);
+    if let Some(name) = laws.iter().find(|name| *name != "none" && LAWS.iter().all(|law| law.id != **name)) {
+        return Err(Mistakes(vec![format!("--laws {name}: no such law; `tensorfold selftest` lists them")]).into());
+    }
     let most = |counts: &[u32]| counts.iter().copied().max().unwrap_or(1);
     let repetitions = arguments.count("reps").unwrap_or(if is_gpu { 10 } else { 3 }) as u32;
     let burst = if is_gpu { 8 } else { 1 };

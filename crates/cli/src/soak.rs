@@ -15,10 +15,8 @@ use crate::failure::Failure;
 use crate::load;
 use crate::locate::{Located, Place};
 use crate::measure::{SEED, serve_words};
-use crate::options::{Command, Environment, find};
+use crate::options::Environment;
 
-/// What a process takes beside its plan: threads, tokenizer, connections and their texts, allocator.
-const OVERHEAD_BYTES: u64 = 48 << 20;
 /// The share of the working set that kept prefixes get.
 const KEPT_SHARE: u64 = 10;
 /// Slots under load where nobody says: fewer than clients, so that requests queue too.
@@ -47,9 +45,7 @@ pub fn run(arguments: &Arguments, located: &Located, environment: &Environment) 
         words.push(format!("--prefix-cache-bytes={}", working_set(plan, clients as u64) / KEPT_SHARE));
     }
     let folder = Folder::new()?;
-    if find(Command::Serve, "cache-dir").is_some_and(|spec| spec.later.is_empty()) {
-        words.push(format!("--cache-dir={}", folder.path.join("kept").display()));
-    }
+    words.push(format!("--cache-dir={}", folder.path.join("kept").display()));
     for words in [&mut words, &mut given] {
         words.extend(["--access-log=off", "--host=127.0.0.1"].map(str::to_owned));
     }
@@ -82,7 +78,6 @@ pub fn run(arguments: &Arguments, located: &Located, environment: &Environment) 
         clients,
         time: Duration::from_secs_f64(60.0 * minutes),
         seed: arguments.integer("seed").map_or(SEED, |seed| seed as u64),
-        overhead_bytes: OVERHEAD_BYTES,
         page: u64::from(PAGE_POSITIONS),
     };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build()?;

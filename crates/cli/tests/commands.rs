@@ -205,7 +205,7 @@ fn what_could_not_be_served_is_told_with_every_reason() {
     }
     for (arguments, part) in [
         (["--context", "5000"], "--context 5000 is larger than this model's 4096 positions"),
-        (["--memory", "2MiB"], "the weights and activations need"),
+        (["--memory", "2MiB"], "the weights, the activations and the program itself need"),
     ] {
         let output = run(&[&["info", golden().to_str().unwrap()], &arguments[..]].concat(), &[]);
         assert!(code(&output) == 1 && stderr(&output).contains(part), "{}", stderr(&output));

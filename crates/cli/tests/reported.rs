@@ -197,19 +197,16 @@ async fn a_hit_at_any_offset_gives_the_fresh_reply() {
 #[tokio::test]
 async fn eight_long_prompts_at_once_get_their_own_answers() {
     let (busy, cold) = (Demo::start(&["--parallel=8"]), Demo::cold());
-    for round in 0..1 {
-        // Each has its own pass phrase at its own depth among the same filler.
-        let filler = tokens(40, 1200);
-        let bodies: Vec<Value> = (0..8)
-            .map(|request| {
-                let at = (131 * request + 97 * round) as usize % 1100;
-                let phrase = tokens(1000 + 8 * round + request, 6);
-                body(&[&filler[..at], &phrase, &filler[at..]].concat(), 0.0, 12)
-            })
-            .collect();
-        for (body, answer) in bodies.iter().zip(busy.ask_together(&bodies).await) {
-            assert_cold(&cold, body, &answer, "a prompt among eight").await;
-        }
+    // Each has its own pass phrase at its own depth among the same filler.
+    let filler = tokens(40, 1200);
+    let bodies: Vec<Value> = (0..8)
+        .map(|request| {
+            let (at, phrase) = (131 * request as usize % 1100, tokens(1000 + request, 6));
+            body(&[&filler[..at], &phrase, &filler[at..]].concat(), 0.0, 12)
+        })
+        .collect();
+    for (body, answer) in bodies.iter().zip(busy.ask_together(&bodies).await) {
+        assert_cold(&cold, body, &answer, "a prompt among eight").await;
     }
 }
 
@@ -386,10 +383,8 @@ async fn a_loaded_server_stays_within_its_plan() {
         .map(|part| bytes(part.1))
         .sum();
     assert_eq!(parts, plan, "{memory}");
-    // Tokenizer, threads, connections, and what the allocator hasn't given back.
-    let beside = 48 << 20;
     if let Some(held) = memory["process"]["anonymous_bytes"].as_u64() {
-        assert!(held <= plan + beside, "{held} bytes held, {plan} planned");
+        assert!(held <= plan, "{held} bytes held, {plan} planned");
     }
 }
 
@@ -399,8 +394,8 @@ fn a_model_larger_than_the_memory_is_refused_at_once_with_the_flag() {
     let golden = golden.to_str().unwrap();
     for words in [
         &["serve", golden, "--memory", "4MiB"][..],
-        &["serve", "--memory", "40MiB", "--parallel", "200", "--context", "8k"],
-        &["serve", "--memory", "20MiB", "--prefix-cache-bytes", "1GiB"],
+        &["serve", "--memory", "88MiB", "--parallel", "200", "--context", "8k"],
+        &["serve", "--memory", "68MiB", "--prefix-cache-bytes", "1GiB"],
         &["info", "tiny-dsv41", "--memory", "4MiB", "--context", "8k"],
     ] {
         let started = std::time::Instant::now();

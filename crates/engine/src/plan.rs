@@ -3,6 +3,8 @@
 //! Rows of running replies come before prompt rows, so that a long prompt can't stall them. How a prompt is cut is free:
 //! bits don't depend on it. Knows rows only by count; bytes and devices belong to the model.
 
+use std::cmp::Reverse;
+
 use crate::limits::{PASSED_OVER_MAX, PROMPT_ROWS_MIN, PROMPT_ROWS_UNTIMED};
 use crate::model::{RoundPlan, Window};
 use crate::request::Priority;
@@ -69,8 +71,9 @@ pub fn plan(state: &State, plan: &mut Plan) {
     plan.order.extend((0..state.sequences.len()).filter(|&index| is_waiting(&state.sequences[index])));
     plan.order.sort_unstable_by_key(|&index| {
         let sequence = &state.sequences[index];
-        let is_due = sequence.passed_over >= PASSED_OVER_MAX;
-        (!is_due, sequence.request.priority, sequence.prompt_rows_left(), sequence.id)
+        // Of those that are due the one that waited longest, or more than so many prompts would leave some out for ever.
+        let due = if sequence.passed_over >= PASSED_OVER_MAX { sequence.passed_over } else { 0 };
+        (Reverse(due), sequence.request.priority, sequence.prompt_rows_left(), sequence.id)
     });
     let mut prompt_rows = 0;
     for order_index in 0..plan.order.len() {

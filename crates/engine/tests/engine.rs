@@ -320,6 +320,24 @@ fn a_scored_prompt_is_sent_once_and_never_given_up_halfway() {
 }
 
 #[test]
+fn of_many_prompts_that_wait_none_is_left_out() {
+    // A round has rows for one prompt, and more than nine are due at a time.
+    let limits = ModelLimits { slots: 24, round_rows: 26, context: 2000, ..MODEL_LIMITS };
+    let mut bench = Bench::new(HistoryOptions { limits, ..options() }, |limits| {
+        limits.draft.max = 0;
+        limits.prompt_chunk = 26;
+    });
+    for prompt in 0..24 {
+        bench.submit(Request::greedy(&[prompt; 1500], 1));
+    }
+    for _ in 0..200 {
+        bench.round();
+    }
+    let left: Vec<u32> = bench.state.sequences.iter().map(|sequence| sequence.prompt_rows_left()).collect();
+    assert!(left.len() == 24 && left.iter().all(|rows| *rows < 1400), "{left:?}");
+}
+
+#[test]
 fn prompts_in_the_foreground_go_first_and_the_background_is_not_starved() {
     let limits = ModelLimits { slots: 3, round_rows: 4, context: 2000, ..MODEL_LIMITS };
     let mut bench = Bench::new(HistoryOptions { limits, ..options() }, |limits| limits.draft.max = 0);

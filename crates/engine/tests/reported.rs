@@ -199,6 +199,59 @@ fn a_full_disk_costs_nothing_but_its_prefixes() {
 }
 
 #[test]
+fn a_disk_that_others_fill_loses_no_file_and_is_written_again_when_they_leave() {
+    let disk = new_disk(1 << 40);
+    let limits = DiskLimits { bytes: PLENTY, min_free_bytes: 1 << 30 };
+    let opened = Disk::new(disk.clone(), limits, DiskIdentity::of(&["reported"]), std::sync::Arc::new(|_| {}));
+    let (handle, thread) = engine_with_disk(PLENTY, opened.expect("it can be listed"));
+    let mut texts = 0_u32..;
+    let mut more = |count: usize| {
+        for index in texts.by_ref().take(count) {
+            answer(&handle, Request::greedy(&text(500 + index, 200), 5));
+        }
+        handle.stats().disk
+    };
+    let mut before = more(8);
+    while before.writes < 4 {
+        before = more(1);
+    }
+    let own = disk.own_bytes();
+    disk.set_capacity(1 << 20);
+    let full = more(12);
+    assert!(full.write_failures > 0, "{full:?}");
+    assert!(full.evictions == 0 && disk.own_bytes() >= own, "{before:?} {full:?}");
+    disk.set_capacity(1 << 40);
+    let after = more(12);
+    assert!(after.writes > full.writes, "{full:?} {after:?}");
+    handle.drain();
+    thread.join().expect("the engine ends");
+}
+
+#[test]
+fn a_disk_that_was_full_to_the_last_byte_is_written_again_when_there_is_room() {
+    let disk = new_disk(9000);
+    let (handle, thread) = engine_with_disk(PLENTY, open(&disk, PLENTY));
+    for index in 0..6 {
+        answer(&handle, Request::greedy(&text(600 + index, 300), 5));
+    }
+    disk.set_capacity(5);
+    for index in 0..20 {
+        answer(&handle, Request::greedy(&text(620 + index, 300), 5));
+    }
+    let full = handle.stats().disk;
+    assert!(full.write_failures > 0, "{full:?}");
+    disk.set_capacity(1 << 40);
+    let mut prompts = 0;
+    while handle.stats().disk.writes == full.writes {
+        assert!(prompts < 500, "nothing is written any more: {:?}", handle.stats().disk);
+        answer(&handle, Request::greedy(&text(1000 + prompts, 300), 5));
+        prompts += 1;
+    }
+    handle.drain();
+    thread.join().expect("the engine ends");
+}
+
+#[test]
 fn the_disks_budget_keeps_what_is_worth_most() {
     let disk = new_disk(1 << 40);
     let budget = 60_000;

@@ -15,7 +15,7 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::body::Body;
-use axum::http::{Request, Response};
+use axum::http::{Request, Response, Version};
 use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
@@ -114,7 +114,8 @@ async fn connection(stream: Arc<TcpStream>, app: Router, mut closed: watch::Rece
     let service = service_fn(move |mut request: Request<Incoming>| {
         let (app, peer) = (app.clone(), seen.clone());
         async move {
-            peer.state().is_waiting = true;
+            // A client of HTTP/1.0 takes an interim answer for the answer.
+            peer.state().is_waiting = request.version() > Version::HTTP_10;
             request.extensions_mut().insert(peer.clone());
             let response: Result<Response<Body>, Infallible> = app.oneshot(request.map(Body::new)).await;
             peer.state().is_waiting = false;

@@ -411,6 +411,10 @@ fn request_id(headers: &HeaderMap) -> HeaderValue {
 
 fn check_host(config: &ServerConfig, headers: &HeaderMap, uri_host: Option<&str>) -> Result<(), ApiError> {
     let Some(allowed) = &config.allowed_hosts else { return Ok(()) };
+    // A browser always names the host, and only one could be led here under a foreign name.
+    if uri_host.is_none() && !headers.contains_key(header::HOST) {
+        return Ok(());
+    }
     let header = headers.get(header::HOST).and_then(|host| host.to_str().ok());
     let host = uri_host.or(header).unwrap_or_default();
     let name = host_name(host);

@@ -46,9 +46,6 @@ pub fn report(config: &ServerConfig, engine: &EngineHandle) -> Value {
     let (limits, stats) = (engine.limits(), engine.stats());
     let mut report = json!({
         "schema_version": 1, "context_length": limits.context,
-        "disk_cache": {
-            "budget_bytes": stats.disk.budget_bytes, "used_bytes": stats.disk.bytes, "entries": stats.disk.files,
-        },
         "prefix_cache": {
             "budget_bytes": limits.prefix_cache_bytes, "used_bytes": stats.prefix_bytes, "entries": stats.prefixes,
             "evictions": stats.prefix_evictions
@@ -56,9 +53,9 @@ pub fn report(config: &ServerConfig, engine: &EngineHandle) -> Value {
         "plan_bytes": config.memory_plan_total
     });
     let disk = &stats.disk;
-    if disk.files + disk.writes + disk.loads + disk.write_failures > 0 {
+    if disk.budget_bytes > 0 {
         report["disk_cache"] = json!({
-            "files": disk.files, "used_bytes": disk.bytes, "hits": disk.hits, "evictions": disk.evictions,
+            "budget_bytes": disk.budget_bytes, "files": disk.files, "used_bytes": disk.bytes, "hits": disk.hits, "evictions": disk.evictions,
             "write_failures": disk.write_failures, "refused": disk.refused.iter().sum::<u64>()
         });
     }

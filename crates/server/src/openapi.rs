@@ -115,6 +115,7 @@ fn schemas() -> Value {
         ("logprobs", flag()),
         ("top_logprobs", json!({"type": ["integer", "null"], "minimum": 0, "maximum": TOP_LOGPROBS_MAX})),
         ("thinking", json!({"type": ["object", "null"]})),
+        ("thinking_budget", count()),
         ("reasoning_effort", json!({"type": ["string", "integer", "null"]})),
         ("chat_template_kwargs", json!({"type": ["object", "null"]})),
         ("include_reasoning", flag()),
@@ -185,6 +186,7 @@ fn generation() -> Map<String, Value> {
         ("stream", flag()),
         ("stream_options", json!({"type": ["object", "null"]})),
         ("draft", flag()),
+        ("priority", json!({"type": ["string", "integer", "null"]})),
         ("return_token_ids", flag()),
     ];
     fields.into_iter().map(|(name, schema)| (name.to_owned(), schema)).collect()

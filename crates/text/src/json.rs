@@ -36,11 +36,11 @@ pub enum JsonError {
     #[error("not valid JSON: {0}")]
     Syntax(String),
     #[error(
-        "line {line}, column {column}: the string is not valid Unicode ({reason}); write the character itself or a \
+        "not valid Unicode at line {line}, column {column} ({reason}); write the character itself or a \
          whole surrogate pair"
     )]
     Text { line: usize, column: usize, reason: String },
-    #[error("line {line}, column {column}: JSON is nested deeper than {DEPTH_MAX} levels; flatten it")]
+    #[error("nested deeper than {DEPTH_MAX} levels at line {line}, column {column}; flatten it")]
     Depth { line: usize, column: usize },
 }
 

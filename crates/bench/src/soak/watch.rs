@@ -60,7 +60,7 @@ impl Disk {
 }
 
 /// Looks at the server until the load is over.
-pub async fn run(shared: Arc<Shared>, overhead_bytes: u64) -> Seen {
+pub async fn run(shared: Arc<Shared>) -> Seen {
     let mut seen = Seen {
         memory: Check::new("memory within the plan"),
         budget: Check::new("kept prefixes within their budget"),
@@ -78,7 +78,7 @@ pub async fn run(shared: Arc<Shared>, overhead_bytes: u64) -> Seen {
         let (memory, health) = (shared.client.get("/memory").await, shared.client.get("/health").await);
         match (memory, health) {
             (Ok(memory), Ok(health)) => {
-                seen.look(&memory, &health, overhead_bytes);
+                seen.look(&memory, &health);
                 seen.disk.look(&memory, &health, kills);
                 let evictions = memory["prefix_cache"]["evictions"].as_u64().unwrap_or(0);
                 // A restarted server counts from the start.
@@ -97,13 +97,13 @@ pub async fn run(shared: Arc<Shared>, overhead_bytes: u64) -> Seen {
 }
 
 impl Seen {
-    fn look(&mut self, memory: &Value, health: &Value, overhead_bytes: u64) {
+    fn look(&mut self, memory: &Value, health: &Value) {
         let process = &memory["process"];
         let plan = memory["plan_bytes"].as_u64();
         let held = process["anonymous_bytes"].as_u64().or(process["resident_bytes"].as_u64());
-        let is_within = held.zip(plan).map(|(held, plan)| held <= plan + overhead_bytes);
+        let is_within = held.zip(plan).map(|(held, plan)| held <= plan);
         let at = format!("sample {}", self.resident.len());
-        self.memory.count(&at, is_within, || format!("{held:?} bytes held, {plan:?} planned, {overhead_bytes} beside"));
+        self.memory.count(&at, is_within, || format!("{held:?} bytes held, {plan:?} planned"));
         self.resident.extend(held.map(|bytes| bytes as f64));
         self.plan_bytes = plan.map_or(0.0, |bytes| bytes as f64);
         let cache = &memory["prefix_cache"];

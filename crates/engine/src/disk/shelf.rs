@@ -315,6 +315,10 @@ impl<S: Clone> Shelf<S> {
             self.reads.waiting.push_back(Order::Load(load.id, std::mem::take(&mut load.parts)));
             self.reads.waiting.extend((1..LOAD_AHEAD).map(|_| Order::More(load.id)));
         }
+        // At once, so that the reader works during the round that follows.
+        if self.reads.hand_over().is_err() {
+            self.break_down();
+        }
     }
 
     /// Whether this load may still bring something.
@@ -551,6 +555,8 @@ impl<S: Clone> Shelf<S> {
     fn make_room(&mut self, bytes: u64, value: f64) -> Beginning {
         let budget = self.budget.min(self.room);
         if bytes > budget {
+            // Nothing is written now, so that only this finds out whether the disk has room again.
+            self.room = self.room.saturating_add(bytes / 8);
             return Beginning::NotWorth;
         }
         while self.bytes + bytes > budget {
@@ -607,7 +613,7 @@ impl<S: Clone> Shelf<S> {
                 }
                 self.is_full = false;
             }
-            News::NotWritten(id, is_full) => self.not_written(id, is_full),
+            News::NotWritten(id, held_by_others) => self.not_written(id, held_by_others),
             News::State(id, bytes) => {
                 let Some(load) = self.loads.iter_mut().find(|load| load.id == id) else { return };
                 load.since = now;
@@ -645,14 +651,15 @@ impl<S: Clone> Shelf<S> {
     }
 
     /// A full disk makes room as a smaller budget would; the prefix gets one more try.
-    fn not_written(&mut self, id: FileId, is_full: bool) {
+    fn not_written(&mut self, id: FileId, held_by_others: Option<u64>) {
         self.stats.write_failures += 1;
         let tokens = self.tokens_of.get(&id).cloned();
         self.remove_with_builders(id);
-        if !is_full {
-            return;
+        let Some(held_by_others) = held_by_others else { return };
+        // Where the files here make up less than what is missing, letting them go would make no room.
+        if held_by_others <= self.bytes {
+            self.room = self.bytes;
         }
-        self.room = self.bytes;
         if let Some(tokens) = tokens.filter(|_| !self.is_full) {
             self.note_kept(&tokens);
         }

@@ -55,8 +55,8 @@ pub enum News {
     /// An order was taken, so that another one may be sent.
     Room,
     Written(FileId, Checksum),
-    /// The disk didn't take it; true where for want of room.
-    NotWritten(FileId, bool),
+    /// The disk didn't take it; where for want of room, how many bytes others hold of what shall stay free.
+    NotWritten(FileId, Option<u64>),
     State(LoadId, Vec<u8>),
     /// Contents of pages from this one on.
     Pages(LoadId, u32, Vec<u8>),
@@ -371,7 +371,9 @@ impl<F: Files> Worker<F> {
         }
         self.is_failing = true;
         let is_full = matches!(error.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded);
-        (self.sink)(News::NotWritten(id, is_full));
+        let least = self.min_free_bytes;
+        let held_by_others = is_full.then(|| least.saturating_sub(self.files.free_bytes().unwrap_or(least)));
+        (self.sink)(News::NotWritten(id, held_by_others));
     }
 
     /// Brings one piece of a load, or its end.

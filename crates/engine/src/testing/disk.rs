@@ -37,6 +37,11 @@ impl SimulatedDisk {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Others take what is there, or leave it: so many bytes in all from here on.
+    pub fn set_capacity(&self, capacity: u64) {
+        self.lock().capacity = capacity;
+    }
+
     /// The machine stops: what wasn't synced is there up to some byte, or not at all.
     pub fn crash(&self) {
         let inner = &mut *self.lock();

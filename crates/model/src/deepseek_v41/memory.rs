@@ -36,6 +36,8 @@ pub struct MemoryPlan {
     pub indexer_bytes: u64,
     /// Activations of the largest round.
     pub activation_bytes: u64,
+    /// What the program takes beside the model. Whoever serves sets this.
+    pub program_bytes: u64,
 }
 
 impl MemoryPlan {
@@ -57,6 +59,7 @@ impl MemoryPlan {
             kept_bytes: 0,
             indexer_bytes: scores as u64,
             activation_bytes: activations as u64,
+            program_bytes: 0,
         }
     }
 
@@ -67,7 +70,7 @@ impl MemoryPlan {
 
     /// What doesn't depend on how many requests run.
     pub fn fixed_bytes(&self) -> u64 {
-        self.weights.resident() + self.indexer_bytes + self.activation_bytes
+        self.weights.resident() + self.indexer_bytes + self.activation_bytes + self.program_bytes
     }
 
     /// One request that fills the whole context.
