@@ -1,8 +1,9 @@
 //! One command that says whether the tree is sound. Ends with what was skipped and why; skips what a missing tool
 //! makes impossible and never skips silently.
 
+use std::io::{BufRead, BufReader};
 use std::path::PathBuf;
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
@@ -37,6 +38,40 @@ fn cargo(args: &[&str]) -> Outcome {
         Ok(()) => Outcome::Passed,
         Err(error) => Outcome::Failed(format!("{error:#}")),
     }
+}
+
+/// Lines of a failed test's own output that the summary repeats.
+const LINES_OF_A_FAILURE: usize = 12;
+
+/// Every test of the workspace, also after a failure. What failed is said again in the summary: a log is often
+/// kept by its end.
+fn tests() -> Result<()> {
+    let mut child = Command::new("cargo")
+        .args(["test", "--workspace", "--locked", "--no-fail-fast"])
+        .current_dir(root())
+        .stdout(Stdio::piped())
+        .spawn()
+        .context("cannot start: cargo test")?;
+    let mut failures = Vec::new();
+    let mut lines_left = 0;
+    for line in BufReader::new(child.stdout.take().context("cargo test has no output")?).split(b'\n') {
+        let line = String::from_utf8_lossy(&line?).into_owned();
+        println!("{line}");
+        if line.starts_with("---- ") {
+            lines_left = LINES_OF_A_FAILURE;
+        } else if line == "failures:" || line.starts_with("test result:") {
+            lines_left = 0;
+        }
+        if lines_left > 0 && !line.is_empty() {
+            lines_left -= 1;
+            failures.push(line);
+        }
+    }
+    let status = child.wait()?;
+    if !status.success() {
+        bail!("failed: cargo test ({status})\n{}", failures.join("\n"));
+    }
+    Ok(())
 }
 
 fn licences() -> Outcome {
@@ -80,7 +115,7 @@ const STEPS: &[Step] = &[
     ("format", || cargo(&["fmt", "--all", "--check"])),
     ("tidy", || optional(None, crate::tidy::run)),
     ("lints", || cargo(&["clippy", "--workspace", "--all-targets", "--locked", "--", "-D", "warnings"])),
-    ("tests", || cargo(&["test", "--workspace", "--locked"])),
+    ("tests", || optional(None, tests)),
     ("kernel contract", || cargo(&["run", "--locked", "-p", "tf-contract", "--bin", "tf-kernel-contract"])),
     ("Metal kernels", || optional(metal_missing(), metal)),
     ("licences", licences),
