@@ -74,7 +74,8 @@ fn foreign(arguments: &Arguments, subcommand: &str) -> Vec<String> {
         let is_owned = owners.split(", ").all(|owner| SUBCOMMANDS.split(", ").any(|name| name == owner));
         let is_foreign = is_owned && names.all(|owner| owner != subcommand);
         let flag = spec.flag;
-        is_foreign.then(|| format!("--{flag} has no effect on bench {subcommand}; it belongs to {owners}: leave it out"))
+        is_foreign
+            .then(|| format!("--{flag} has no effect on bench {subcommand}; it belongs to {owners}: leave it out"))
     };
     of_bench.filter(is_given).filter_map(told).collect()
 }

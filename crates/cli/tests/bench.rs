@@ -94,12 +94,13 @@ fn a_load_on_the_demo_model_has_its_figures() {
 
 #[test]
 fn wrong_usage_ends_with_2_and_a_server_that_is_not_there_with_1() {
-    let cases: [(&[&str], i32, &str); 6] = [
+    let cases: [(&[&str], i32, &str); 7] = [
         (&["concurrent", "--url", "https://localhost"], 2, "--url"),
         (&["concurrent", "--levels", "1,x"], 2, "--levels takes counts"),
         (&["concurrent", "--temperatures", "hot"], 2, "--temperatures takes numbers"),
         (&["serve", "--rate", "1", "--concurrency", "2"], 2, "exclude each other"),
         (&["compare", "one.json"], 2, "takes two records"),
+        (&["serve", "--minutes", "1"], 2, "--minutes has no effect on bench serve; it belongs to soak"),
         (&["cache", "--prompt-file", "/nowhere.json"], 1, "can't be read"),
     ];
     for (arguments, code, part) in cases {

@@ -2,8 +2,9 @@
 
 mod common;
 
-use common::{Setup, TestServer, start};
+use common::{Setup, TestServer, read_answer, start};
 use serde_json::{Value, json};
+use tokio::io::AsyncWriteExt;
 
 async fn check(server: &TestServer, path: &str, body: Value, status: u16, code: &str, param: Option<&str>) {
     let answer = server.post(path, &body).await;
@@ -216,6 +217,22 @@ async fn browsers_of_this_machine_may_read_and_others_may_not() {
         assert_eq!(preflight.header("access-control-allow-headers").is_some(), allowed, "{origin}");
         let reply = server.call("GET", "/v1/models", &headers, b"").await;
         assert_eq!(reply.header("access-control-allow-origin"), allowed.then_some(origin));
+    }
+    server.stop().await;
+}
+
+#[tokio::test]
+async fn a_client_of_http_1_0_that_names_no_host_is_answered() {
+    let server = start(Setup::default()).await;
+    let body = json!({"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}).to_string();
+    let length = body.len();
+    for expect in ["", "expect: 100-continue\r\n"] {
+        let mut stream = server.connect().await;
+        let head = format!("POST /v1/chat/completions HTTP/1.0\r\ncontent-type: application/json\r\n{expect}");
+        let whole = format!("{head}content-length: {length}\r\n\r\n{body}");
+        stream.write_all(whole.as_bytes()).await.expect("the server reads");
+        let answer = read_answer(stream).await;
+        assert_eq!(answer.status, 200, "{}", answer.text());
     }
     server.stop().await;
 }

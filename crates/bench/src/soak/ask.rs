@@ -10,8 +10,9 @@ use super::traffic::{Leave, Wanted};
 use crate::client::{Client, ClientError};
 use crate::load::{self, Reply};
 
-/// Longest time without a token while the server runs, the time in the queue included.
-pub const STUCK_AFTER: Duration = Duration::from_secs(120);
+/// Longest time without a token while the server runs, the time in the queue included: beyond the server's own limit for
+/// that, so that a request that is refused in time is not taken for one that is stuck.
+pub const STUCK_AFTER: Duration = Duration::from_secs(180);
 
 /// How a request ended, as its client saw it.
 #[derive(Clone, Debug, PartialEq)]
