@@ -112,7 +112,8 @@ pub fn loading(arguments: &Arguments, shape: &Shape, memory: Option<Memory>) -> 
     let least = plan(1, context.unwrap_or(1));
     if least.fixed_bytes() > room {
         return Err(refuse(format!(
-            "the weights, the activations and the program itself need {}, and {} are there. Use a machine with more memory, or raise --memory",
+            "the weights, the activations and the program itself need {}, and {} are there. Use a machine with more \
+             memory, or raise --memory",
             show_bytes(least.fixed_bytes()),
             show_bytes(room)
         )));
