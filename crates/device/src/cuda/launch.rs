@@ -71,7 +71,7 @@ impl Module {
             name: name.to_string(),
             function,
             argument_bytes,
-            shared_allowed: Arc::new(AtomicUsize::new(SHARED_ALWAYS)),
+            shared_allowed: Arc::new(AtomicUsize::new(0)),
             registers: attribute(Attribute::CU_FUNC_ATTRIBUTE_NUM_REGS)?,
             local_bytes: attribute(Attribute::CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)?,
             static_shared_bytes: attribute(Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)?,
@@ -100,13 +100,11 @@ pub struct Kernel {
     pub threads_max: usize,
     argument_bytes: Vec<usize>,
     function: sys::CUfunction,
-    /// Dynamic shared memory that the driver lets a launch ask for so far.
+    /// Dynamic shared memory that the driver was asked for so far. What it allows unasked depends on the kernel: 48 KiB less the
+    /// kernel's own.
     shared_allowed: Arc<AtomicUsize>,
     module: Arc<Module>,
 }
-
-/// Dynamic shared memory that needs no word to the driver.
-const SHARED_ALWAYS: usize = 48 << 10;
 
 // SAFETY: a function is a handle into its module, which is kept.
 unsafe impl Send for Kernel {}
