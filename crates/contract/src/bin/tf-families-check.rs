@@ -1,17 +1,16 @@
 //! Holds the kernel families beside the linears to the CPU's bits on the GPU of this machine, and times them.
 //!
-//! `tf-families-check CUBINS [check] [time] [--only NAME] [--out FILE]`: `CUBINS` is the folder that `cargo xtask cubins`
-//! fills. `check` compares every family at tiny, demo and release
-//! sizes; `time` at release sizes, with the device's time: graphs of calls on the same buffers, so
-//! the second-level cache is warm. Records go to FILE, one JSON object a line.
+//! `tf-families-check [check] [time] [--only NAME] [--out FILE]`. `check` compares every family at tiny, demo and release
+//! sizes; `time` at release sizes, with the device's time: graphs of calls on the same buffers, so the second-level cache
+//! is warm. The kernels are those that the build embeds. Records go to FILE, one JSON object a line.
 
 use anyhow::{Context, Result, bail};
 use serde_json::json;
 use std::io::Write;
-use std::sync::OnceLock;
 use tf_contract::families::{DEMO, Outcome, RELEASE, Sizes, TINY, Timer, check, check_draws};
 use tf_device::cuda::{CudaError, Gpu, device};
 use tf_device::{Device, LaunchError, Queue};
+use tf_kernels::cubins;
 
 const CALLS: usize = 16;
 const REPLAYS: usize = 20;
@@ -19,19 +18,12 @@ const REPLAYS: usize = 20;
 /// The release with as much context as it takes.
 const LONG: Sizes = Sizes { name: "long", context: 1_048_000, ..RELEASE };
 
-static FOLDER: OnceLock<String> = OnceLock::new();
-
-/// Read once a family, and kept.
-fn cubin(family: &str, target: &str) -> Option<&'static [u8]> {
-    let path = format!("{}/{family}.kernel.sm_{target}.cubin", FOLDER.get()?);
-    std::fs::read(path).ok().map(|bytes| &*bytes.leak())
-}
+/// The release with so many positions that the selection of a row takes more shared memory than the driver gives unasked, and
+/// still one block.
+const MIDDLE: Sizes = Sizes { name: "middle", context: 9001, ..RELEASE };
 
 fn main() -> Result<()> {
     let mut arguments = std::env::args().skip(1);
-    let folder =
-        arguments.next().context("usage: tf-families-check CUBINS [check] [time] [--only NAME] [--out FILE]")?;
-    FOLDER.get_or_init(|| folder);
     let (mut modes, mut out, mut only) = (Vec::new(), None, None);
     while let Some(argument) = arguments.next() {
         match argument.as_str() {
@@ -41,8 +33,11 @@ fn main() -> Result<()> {
             other => bail!("`{other}` is none of check, time, --only NAME, --out FILE"),
         }
     }
+    if modes.is_empty() {
+        bail!("usage: tf-families-check [check] [time] [--only NAME] [--out FILE], with check, time or both");
+    }
     let mut file = out.map(|path| std::fs::File::create(&path).with_context(|| path.clone())).transpose()?;
-    let device = device(0, cubin)?;
+    let device = device(0, cubins::find)?;
     let Device::Gpu(gpu) = &device else { bail!("CUDA devices are GPUs") };
     let mut queue = Queue::gpu(gpu);
     println!("{}, sm_{}", gpu.name(), gpu.limits().target);
@@ -67,6 +62,7 @@ fn main() -> Result<()> {
         check(&device, &mut queue, TINY, &[1, 2, 3, 5, 8, 9, 16, 33, 70], only, None, &mut say)?;
         check(&device, &mut queue, DEMO, &[1, 5, 17, 64], only, None, &mut say)?;
         check(&device, &mut queue, RELEASE, &[1, 4, 17], only, None, &mut say)?;
+        check(&device, &mut queue, MIDDLE, &[1, 4], Some(only.unwrap_or("index_score")), None, &mut say)?;
         check_draws(&device, &mut queue, TINY, &[1, 9], only, None, &mut say)?;
         check_draws(&device, &mut queue, RELEASE, &[1, 6, 40], only, None, &mut say)?;
     }
