@@ -133,7 +133,9 @@ impl Chip {
 
     /// Whether a launch of so many rows takes its inputs as tiles.
     pub fn tiles(self, rows: usize) -> bool {
-        self.warpgroups && rows >= TILED_ROWS_MIN
+        // With room for the narrow kernel of bf16 every format and the experts have one that fits.
+        let least = TILE_KERNELS[TILE_KERNELS.len() - 1].shared_bytes();
+        self.warpgroups && rows >= TILED_ROWS_MIN && self.shared_bytes >= least
     }
 }
 
@@ -737,14 +739,14 @@ mod tests {
         (Format::Head, 384, 128, 1),
     ];
 
-    fn chips() -> [Chip; 3] {
+    fn chips() -> [Chip; 4] {
         let chip = |units, kib: usize, hopper| Chip {
             units,
             shared_bytes: (kib << 10) - STATIC_SHARED,
             hopper,
             warpgroups: hopper,
         };
-        [chip(108, 163, false), chip(46, 99, false), chip(132, 227, true)]
+        [chip(108, 163, false), chip(46, 99, false), chip(132, 227, true), chip(132, 99, true)]
     }
 
     #[test]
@@ -782,5 +784,6 @@ mod tests {
             assert!(kernel.shared_bytes() <= hopper.shared_bytes, "{}: {}", kernel.name, kernel.shared_bytes());
         }
         assert!(!chips()[0].tiles(4096) && hopper.tiles(TILED_ROWS_MIN) && !hopper.tiles(TILED_ROWS_MIN - 1));
+        assert!(!chips()[3].tiles(4096));
     }
 }
