@@ -26,12 +26,12 @@ pub const MOE_EXPERTS: Contract = Contract {
         Case {
             name: "odd shapes",
             rows: 11,
-            sizes: &[("hidden", 96), ("intermediate", 160), ("experts", 5), ("picks", 4), ("limit", 0)],
+            sizes: &[("hidden", 96), ("intermediate", 160), ("experts", 5), ("picks", 4), ("limit", 3)],
         },
         Case {
             name: "one expert",
             rows: 65,
-            sizes: &[("hidden", 32), ("intermediate", 32), ("experts", 1), ("picks", 1), ("limit", 3)],
+            sizes: &[("hidden", 32), ("intermediate", 32), ("experts", 1), ("picks", 1), ("limit", 0)],
         },
         Case {
             name: "shared only",
@@ -63,6 +63,13 @@ pub const MOE_EXPERTS: Contract = Contract {
             include_str!("kernel.cu"),
             "min_second(shape.limit, bf16_round(value[i]))",
             "bf16_round(value[i])",
+        ),
+        Control::cuda(
+            "forgets the clamp of the gate in tiles (CUDA)",
+            Gate::Value,
+            include_str!("kernel.cu"),
+            "min_second(shape.limit, bf16_round(sum[i + j]))",
+            "bf16_round(sum[i + j])",
         ),
         metal_dot(
             "takes the other half's nibbles (Metal)",
