@@ -398,10 +398,7 @@ impl World for Selection {
             lists[place * index.blocks_max..][..list.len()].copy_from_slice(list);
             list_counts[place] = list.len() as u32;
         }
-        if fault.is("does not keep to the candidates") {
-            list_counts.fill(ALL_BLOCKS);
-        }
-        let restricted = index.blocks_max > 0 && !index.publish;
+        let restricted = index.blocks_max > 0 && !index.publish && !fault.is("does not keep to the candidates");
         let (lists, list_counts) = (stage.rows_in("blocks", &lists), stage.rows_in("block counts", &list_counts));
         let mut blocks = stage.output::<u32>("blocks", rows * index.blocks_max);
         let mut block_counts = stage.output::<u32>("block counts", if index.publish { rows } else { 0 });

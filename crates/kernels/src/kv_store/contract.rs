@@ -217,7 +217,13 @@ impl World for Rings {
         }
         let mut windows = seats.windows.clone();
         if fault.is("keeps the first rows of a long window") {
-            windows.iter_mut().for_each(|window| window.row_count = window.row_count.min(self.ring_len as u32));
+            for window in &windows {
+                let first = window.first_row as usize;
+                for i in self.ring_len..window.row_count as usize {
+                    let from = (first + i % self.ring_len) * bytes;
+                    records.copy_within(from..from + bytes, (first + i) * bytes);
+                }
+            }
         }
         let by_place = fault.is("writes by the row's place in the launch");
         if by_place {
