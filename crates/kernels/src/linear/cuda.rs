@@ -5,6 +5,7 @@
 //! [`tf_numerics::fma16::chunked_dot`] over the columns, bf16 inputs and bf16 weights.
 
 use super::Finish;
+use super::gpu::quantise_where_asked;
 use tf_device::gpu::{Binding, GpuLimits, GpuQueue, Launch, Program, ShapeBytes, Tuning, bytes_of};
 use tf_device::{Buffer, LaunchError};
 
@@ -383,8 +384,8 @@ pub(crate) fn run(queue: &mut GpuQueue, linear: Linear<'_, '_>) -> Result<(), La
     if let Some(scratch) = scratch {
         queue.keep_scratch("linear inputs", scratch);
     }
-    for product in products.iter_mut().filter(|product| product.finish == Finish::Qdq8) {
-        quantise(queue, product.out, rows * product.weight_rows)?;
+    for product in products.iter_mut() {
+        quantise_where_asked(queue, product.out, rows, product.weight_rows, product.finish)?;
     }
     Ok(())
 }
@@ -674,7 +675,7 @@ pub(crate) fn run_f32(
     let shape = ShapeBytes::new().uint(rows).uint(outputs).uint(columns).uint(rounded);
     let bindings = &mut [Binding::Read(x), Binding::Read(weights), Binding::Write(out)];
     launch_simple(queue, "linear_f32", bindings, &shape, rows * outputs * 32)?;
-    if finish == Finish::Qdq8 { quantise(queue, out, rows * outputs) } else { Ok(()) }
+    quantise_where_asked(queue, out, rows, outputs, finish)
 }
 
 /// `x` rounded to bf16, rows chosen, columns padded with zeros: `[rows, groups, whole blocks of 32]`, or tiles.
@@ -696,12 +697,6 @@ fn round_inputs(
     }
     let padded = columns.next_multiple_of(BLOCK);
     launch_simple(queue, "linear_inputs", bindings, &shape.uint(padded), rows * groups * padded / 2)
-}
-
-/// QDQ8 in place of the first `count` values, whole blocks of 32.
-fn quantise(queue: &mut GpuQueue, values: &mut Buffer, count: usize) -> Result<(), LaunchError> {
-    let shape = ShapeBytes::new().uint(count / BLOCK);
-    launch_simple(queue, "linear_qdq8", &mut [Binding::Write(values)], &shape, count)
 }
 
 /// An entry whose blocks of 256 threads stride over `threads` items.

@@ -1,5 +1,5 @@
 // What stands before and behind the linears on CUDA.
-#include "math.cuh"
+#include "tensor.cuh"
 
 struct InputShape {
     int rows, x_stride, groups, columns, padded;
@@ -45,20 +45,6 @@ extern "C" __global__ void __launch_bounds__(256) linear_tiles(const float* x, c
         }
         const size_t at = ((size_t)group_stage * shape.atoms + row / 8) * 64 + row % 8 * 8 + (piece ^ (row % 8));
         out[at] = make_uint4(words[0], words[1], words[2], words[3]);
-    }
-}
-
-struct RoundShape {
-    int blocks;
-};
-
-// QDQ8 of whole blocks of 32 in place: x [blocks, 32] float32 that holds bf16 values. One warp a block.
-extern "C" __global__ void __launch_bounds__(256) linear_qdq8(float* x, RoundShape shape) {
-    let_next_start();
-    wait_for_inputs();
-    for (int block = blockIdx.x * 8 + threadIdx.x / 32; block < shape.blocks; block += gridDim.x * 8) {
-        float* at = x + (size_t)block * 32 + threadIdx.x % 32;
-        *at = fp8_round_block(*at);
     }
 }
 

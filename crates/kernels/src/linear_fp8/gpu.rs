@@ -3,7 +3,7 @@
 use super::Args;
 use crate::gpu::{THREADS, groups_of, program};
 use crate::linear::cuda::{self, Format, Input, Linear};
-use crate::linear::gpu::{finish_metal, rounds};
+use crate::linear::gpu::{quantise_where_asked, rounds};
 use tf_device::LaunchError;
 use tf_device::gpu::{Backend, Binding, GpuQueue, Launch, Program, ShapeBytes};
 
@@ -35,7 +35,7 @@ fn metal(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
             threads: THREADS,
             shared_bytes: 0,
         })?;
-        finish_metal(queue, product.out, args.rows, weights.rows(), finish)?;
+        quantise_where_asked(queue, product.out, args.rows, weights.rows(), finish)?;
     }
     Ok(())
 }

@@ -10,7 +10,7 @@ pub(super) fn run(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchErro
     launch(queue, "quantise", &mut [Binding::Read(x), Binding::Write(out)], rows, columns)
 }
 
-pub(super) fn run_in_place(queue: &mut GpuQueue, args: ArgsInPlace<'_>) -> Result<(), LaunchError> {
+pub(crate) fn run_in_place(queue: &mut GpuQueue, args: ArgsInPlace<'_>) -> Result<(), LaunchError> {
     let ArgsInPlace { values, rows, columns } = args;
     launch(queue, "quantise_in_place", &mut [Binding::Write(values)], rows, columns)
 }

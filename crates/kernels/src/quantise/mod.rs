@@ -7,7 +7,7 @@
 
 pub(crate) mod contract;
 mod cpu;
-mod gpu;
+pub(crate) mod gpu;
 mod launch;
 pub mod reference;
 #[cfg(test)]
