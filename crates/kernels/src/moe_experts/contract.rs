@@ -54,8 +54,8 @@ pub const MOE_EXPERTS: Contract = Contract {
             "leaves the routing weight out (CUDA)",
             Gate::Value,
             include_str!("kernel.cu"),
-            "silu(gate) * up * args.pair_weight[pair0 + column]",
-            "silu(gate) * up",
+            "(gate * sigmoid_own(gate)) * up * args.pair_weight[pair0 + column]",
+            "(gate * sigmoid_own(gate)) * up",
         ),
         Control::cuda(
             "forgets the clamp of the gate (CUDA)",

@@ -9,8 +9,8 @@
 // sum  per chunk of columns a chain of k16 tensor-core steps, ascending; chunks left to right in float32; one rounding
 // max  scale codes 2 to 128, so that code times scale is exact in bf16 (checked when packed); an expert with more pairs than
 //      staged rows reads its weights again
-#include "math.cuh"
 #include "tensor.cuh"
+#include "prelude.cuh"
 #include "tile.cuh"
 
 struct ExpertShape {
@@ -135,11 +135,12 @@ __device__ __forceinline__ void experts(const ExpertArgs& args) {
                     const u32 four = 15u << (lane & 28);
                     amax = max(amax, __shfl_xor_sync(four, amax, 1));
                     amax = max(amax, __shfl_xor_sync(four, amax, 2));
-                    const u32 scale = fp8_scale(amax);
+                    const u32 code = fp8_scale(amax);
+                    const float inverse = inverse_scale(code), scale = e8m0_value(code);
 #pragma unroll
                     for (int j = 0; j < 4; j++) {
-                        const float low = fp8_round(__uint_as_float(words[j] << 16), scale);
-                        const float high = fp8_round(__uint_as_float(words[j] & 0xffff0000u), scale);
+                        const float low = fp8_nearest(__uint_as_float(words[j] << 16) * inverse, scale);
+                        const float high = fp8_nearest(__uint_as_float(words[j] & 0xffff0000u) * inverse, scale);
                         words[j] = __float_as_uint(low) >> 16 | (__float_as_uint(high) & 0xffff0000u);
                     }
                     *(uint2*)to = make_uint2(words[0], words[1]);
@@ -226,7 +227,7 @@ __device__ __forceinline__ void experts(const ExpertArgs& args) {
                         if (UP) {
                             const float gate = min_second(shape.limit, bf16_round(value[i]));
                             const float up = min_second(shape.limit, max_second(-shape.limit, bf16_round(value[i + 2])));
-                            out[unit.slab * 8 + g] = f32_to_bf16(silu(gate) * up * args.pair_weight[pair0 + column]);
+                            out[unit.slab * 8 + g] = f32_to_bf16((gate * sigmoid_own(gate)) * up * args.pair_weight[pair0 + column]);
                         } else {
                             out[unit.slab * 16 + g] = f32_to_bf16(value[i]);
                             out[unit.slab * 16 + g + 8] = f32_to_bf16(value[i + 2]);
@@ -364,10 +365,10 @@ extern "C" __global__ void __launch_bounds__(256) experts_activate(const float* 
             const size_t at = (size_t)row * shape.columns + column;
             const float g = min_second(shape.limit, gate[at]);
             const float u = min_second(shape.limit, max_second(-shape.limit, up[at]));
-            value = bf16_round(silu(g) * u);
+            value = bf16_round((g * sigmoid_own(g)) * u);
         }
         const size_t at = shape.atoms ? tile_place(row, column, shape.atoms) : (size_t)row * shape.stride + column;
-        out[at] = (u16)(__float_as_uint(fp8_round_block(value)) >> 16);
+        out[at] = (u16)(__float_as_uint(fp8_round(value)) >> 16);
     }
 }
 
@@ -437,7 +438,7 @@ extern "C" __global__ void __launch_bounds__(256)
         const u32 pair = i / blocks, column = i % blocks * 32 + lane;
         if (pair_row[pair] == ~0u) continue;
         const float value = column < (u32)shape.columns ? bf16_to_f32(h[(size_t)pair * shape.columns + column]) : 0.0f;
-        out[tile_place(pair, column, shape.atoms)] = (u16)(__float_as_uint(fp8_round_block(value)) >> 16);
+        out[tile_place(pair, column, shape.atoms)] = (u16)(__float_as_uint(fp8_round(value)) >> 16);
     }
 }
 
@@ -526,7 +527,7 @@ __device__ __forceinline__ void expert_tiles(const uint4* weights, const u32* sc
                     if (UP) {
                         const float gate = min_second(shape.limit, bf16_round(sum[i + j]));
                         const float up = min_second(shape.limit, max_second(-shape.limit, bf16_round(sum[i + j + 2])));
-                        to[slab * 8 + lane / 4] = f32_to_bf16(silu(gate) * up * pair_weight[tile.pair + token]);
+                        to[slab * 8 + lane / 4] = f32_to_bf16((gate * sigmoid_own(gate)) * up * pair_weight[tile.pair + token]);
                     } else {
                         to[slab * 16 + lane / 4] = f32_to_bf16(sum[i + j]);
                         to[slab * 16 + lane / 4 + 8] = f32_to_bf16(sum[i + j + 2]);

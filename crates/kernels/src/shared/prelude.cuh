@@ -20,6 +20,7 @@ __device__ __forceinline__ float infinite() { return from_bits(0x7f800000u); }
 __device__ __forceinline__ float min_second(float a, float b) { return a < b ? a : b; }
 __device__ __forceinline__ float max_second(float a, float b) { return a > b ? a : b; }
 
+// A source of tensor.cuh, included before, has its functions of these names, where the wait and the next start are apart.
 #ifndef TF_TENSOR_CUH
 __device__ __forceinline__ float bf16_round(float value) {
     const u32 bits = to_bits(value);

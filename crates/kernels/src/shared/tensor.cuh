@@ -1,6 +1,7 @@
 // Device functions that the CUDA linears share: the tensor-core step, exact decoding of stored formats to bf16, streaming
 // loads and the edges between dependent launches. Each PTX instruction sits behind one wrapper.
 #pragma once
+#define TF_TENSOR_CUH  // for prelude.cuh, which leaves out what stands here
 
 typedef unsigned char u8;
 typedef unsigned short u16;
