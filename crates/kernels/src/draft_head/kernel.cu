@@ -68,7 +68,7 @@ draft_logits(const float* base, const u32* anchors, const u32* tokens, const u16
     }
 }
 
-extern "C" __global__ void __launch_bounds__(1024)
+extern "C" __global__ void __launch_bounds__(256)
 draft_confidence(const float* hidden_rows, const u32* anchors, const u32* tokens, const u16* embed, const float* proj,
                  float* confidence, const Shape shape) {
     const u32 sequence = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
