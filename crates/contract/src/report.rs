@@ -159,10 +159,15 @@ impl Report {
     pub fn summary_line(&self) -> String {
         let Summary { kernels, passed, failed, known_findings, controls, red, missed, limit_problems, .. } =
             self.summary;
+        // Beside the two there are controls that could not run, such as edits without a compiler.
+        let skipped = match controls - red - missed {
+            0 => String::new(),
+            count => format!(", {count} skipped"),
+        };
         format!(
             "kernel contract, {} ({}): SUMMARY {kernels} kernels: {passed} pass gates 1-4, {failed} fail, {known_findings} \
-             known findings; {controls} controls: {red} red as planted, {missed} missed; {limit_problems} limit problems; \
-             gates {} ms, limits {} ms",
+             known findings; {controls} controls: {red} red as planted, {missed} missed{skipped}; {limit_problems} limit \
+             problems; gates {} ms, limits {} ms",
             self.command,
             if self.backend == "metal" { "Metal".to_owned() } else { self.backend.to_uppercase() },
             self.summary.gates_ms,
@@ -239,6 +244,17 @@ mod tests {
             "kernel contract, tf-kernel-contract --only dsv41 (CPU): SUMMARY 1 kernels: 1 pass gates 1-4, 0 fail, 0 known \
              findings; 1 controls: 1 red as planted, 0 missed; 0 limit problems; gates 12 ms, limits 3 ms"
         );
+    }
+
+    #[test]
+    fn the_summary_says_how_many_controls_were_skipped() {
+        let mut report = report();
+        let mut skipped = report.kernels[0].controls[0].clone();
+        skipped.status = Status::Skipped;
+        report.kernels[0].controls.push(skipped);
+        report.count();
+        let line = report.summary_line();
+        assert!(line.contains("; 2 controls: 1 red as planted, 0 missed, 1 skipped; 0 limit problems;"), "{line}");
     }
 
     #[test]
