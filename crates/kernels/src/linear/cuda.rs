@@ -465,7 +465,7 @@ impl Common<'_> {
             let parts = operator.slabs * chunks * tiles(rows) * 512;
             partials = Some(queue.take_scratch("linear sums", parts)?);
             // Zero at first, and left so by every launch.
-            counters = Some(queue.take_scratch("linear counters", (operator.slabs + 1) * 4)?);
+            counters = Some(queue.take_scratch("linear counters", operator.slabs * 4)?);
         }
         let x_bytes = if self.x_is_bf16 { 2 } else { 4 };
         let first_slabs = if products.len() == 1 { operator.slabs } else { products[0].weight_rows.div_ceil(SLAB) };
@@ -478,7 +478,6 @@ impl Common<'_> {
         let mut bindings = self.weight_bindings(products, slice, row, x);
         bindings.push(partials.as_mut().map_or(Binding::Missing, Binding::Write));
         bindings.push(counters.as_mut().map_or(Binding::Missing, Binding::Write));
-        bindings.extend([Binding::Missing, Binding::Missing]);
         queue.launch_tuned(
             Launch {
                 program: self.format.program(),
@@ -614,7 +613,7 @@ impl Common<'_> {
     ) -> Vec<Binding<'b>> {
         let code_at = slice.first / SLAB * self.columns.div_ceil(BLOCK) * self.format.block_bytes();
         let scale_at = slice.first / BLOCK * scale_stride(self.columns);
-        let mut bindings: Vec<Binding<'b>> = Vec::with_capacity(11);
+        let mut bindings: Vec<Binding<'b>> = Vec::with_capacity(9);
         for product in products.iter_mut() {
             let scales = product.scales.map_or(Binding::Missing, |scales| Binding::ReadAt(scales, scale_at));
             let out_at = (row * product.weight_rows + slice.out_at) * 4;

@@ -8,7 +8,7 @@
 
 struct Bf16 {
     static constexpr int VECTORS = 2;
-    static constexpr bool SCALED = false, ARGMAX = false;
+    static constexpr bool SCALED = false, IS_HEAD = false;
     static __device__ __forceinline__ void decode(const uint4 (&v)[2], u32, u32 (&a)[8]) {
         a[0] = v[0].x, a[1] = v[0].y, a[2] = v[0].z, a[3] = v[0].w;
         a[4] = v[1].x, a[5] = v[1].y, a[6] = v[1].z, a[7] = v[1].w;

@@ -9,7 +9,7 @@
 
 struct Fp8 {
     static constexpr int VECTORS = 1;
-    static constexpr bool SCALED = true, ARGMAX = false;
+    static constexpr bool SCALED = true, IS_HEAD = false;
     static __device__ __forceinline__ void decode(const uint4 (&v)[1], u32 factor, u32 (&a)[8]) {
         decode_fp8(v[0].x, factor, a[0], a[2]);
         decode_fp8(v[0].y, factor, a[1], a[3]);

@@ -26,32 +26,21 @@ struct LinearShape {
 struct LinearArgs {
     const void* x;          // [rows, x_stride] float32 or bf16, 16-byte aligned rows
     float4* partials;       // [slabs, chunks, tiles, 32] where there are several chunks
-    u32* counters;          // [slabs + 1], zero before and after
-    u64* best;              // [rows] zero before and after, or null
-    u32* best_index;        // [rows]: argmax over the weight rows, ties to the lowest
+    u32* counters;          // [slabs], zero before and after
     const uint4* weights0;  // [slabs, blocks, Format::VECTORS, 32 lanes] of 16 bytes
     const uint4* weights1;
     const u8* scales0;      // [ceil(slabs / 2), scale_stride] E8M0, rows 8-byte aligned, or null
     const u8* scales1;
-    float* out0;            // [rows, out_stride] float32; null where only `best` is wanted
+    float* out0;            // [rows, out_stride] float32
     float* out1;
     LinearShape shape;
 };
 
 #define LINEAR_PARAMETERS \
     const uint4 *weights0, const u8 *scales0, const void *x, float *out0, const uint4 *weights1, const u8 *scales1, \
-        float *out1, float4 *partials, u32 *counters, u64 *best, u32 *best_index, LinearShape shape
+        float *out1, float4 *partials, u32 *counters, LinearShape shape
 #define LINEAR_ARGS \
-    { x, partials, counters, best, best_index, weights0, weights1, scales0, scales1, out0, out1, shape }
-
-// An order of float32 as integers: NaN below all, zeros alike.
-__device__ __forceinline__ u32 order_key(float value) {
-    const u32 bits = __float_as_uint(value + 0.0f);
-    if ((bits & 0x7fffffffu) > 0x7f800000u) return 0;
-    return bits >> 31 ? ~bits : bits | 0x80000000u;
-}
-
-__device__ __forceinline__ u64 best_of(u64 a, u64 b) { return a > b ? a : b; }
+    { x, partials, counters, weights0, weights1, scales0, scales1, out0, out1, shape }
 
 // Bytes between staged rows: eight rows of four lanes' eight bytes meet every bank once.
 __device__ __forceinline__ int staged_stride(int blocks) { return blocks * 64 + 32; }
@@ -93,37 +82,6 @@ __device__ __forceinline__ void stage_inputs(const LinearArgs& args, char* stage
                 *(uint4*)to[i] = make_uint4(bf16_pair(low[i].x, low[i].y), bf16_pair(low[i].z, low[i].w),
                                             bf16_pair(high[i].x, high[i].y), bf16_pair(high[i].z, high[i].w));
     }
-}
-
-// The winners of all blocks; the last block writes the indices and leaves everything zero again. Integer maxima: any order
-// gives the same winner.
-__device__ __forceinline__ void finish_argmax(const LinearArgs& args, const u64 (&best)[4][2], int tiles) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int tile = 0; tile < 4; tile++) {
-        if (tile < tiles) {
-#pragma unroll
-            for (int i = 0; i < 2; i++) {
-                u64 key = best[tile][i];
-                for (int step = 4; step < 32; step *= 2) key = best_of(key, __shfl_xor_sync(~0u, key, step));
-                const int token = tile * 8 + 2 * (lane % 4) + i;
-                if (lane < 4 && token < args.shape.rows && key) atomicMax(args.best + token, key);
-            }
-        }
-    }
-    __syncthreads();
-    __shared__ u32 arrived;
-    if (threadIdx.x == 0) {
-        __threadfence();
-        arrived = arrive(args.counters + args.shape.slabs);
-    }
-    __syncthreads();
-    if (arrived + 1 != gridDim.x) return;
-    for (int token = threadIdx.x; token < args.shape.rows; token += blockDim.x) {
-        const u64 key = atomicExch(args.best + token, 0);
-        args.best_index[token] = ~(u32)key;
-    }
-    if (threadIdx.x == 0) args.counters[args.shape.slabs] = 0;
 }
 
 template <int N>
@@ -174,7 +132,7 @@ __device__ __forceinline__ void slab_linear(const LinearArgs& args) {
         const u32 at = (u32)((second ? slab - shape.first_slabs : slab) * shape.blocks + first_block) * (VECTORS * 32) + lane;
         return (second ? args.weights1 : args.weights0) + at;
     };
-    const auto finish = [&](int slab, float (&sum)[4][4], u64 (&best)[4][2]) {
+    const auto finish = [&](int slab, const float (&sum)[4][4]) {
         const int second = slab >= shape.first_slabs;
         const int row0 = (second ? slab - shape.first_slabs : slab) * 16 + lane / 4;
         float* const out = second ? args.out1 : args.out0;
@@ -189,11 +147,7 @@ __device__ __forceinline__ void slab_linear(const LinearArgs& args) {
                 const int token = tile * 8 + 2 * (lane % 4) + (i & 1), row = row0 + (i >> 1) * 8;
                 if (token >= shape.rows || row < begin || row >= end) continue;
                 const float value = round_to_bf16 ? bf16_round(sum[tile][i]) : sum[tile][i];
-                if (out) out[(u32)(token * out_stride + row - begin)] = value;
-                if (Format::ARGMAX) {
-                    const u64 key = (u64)order_key(sum[tile][i]) << 32 | (u32)~row;
-                    best[tile][i & 1] = best_of(best[tile][i & 1], key);
-                }
+                out[(u32)(token * out_stride + row - begin)] = value;
                 // One output at a time: the ring is full of the next slab.
                 asm volatile("" ::: "memory");
             }
@@ -243,7 +197,6 @@ __device__ __forceinline__ void slab_linear(const LinearArgs& args) {
     wait_for_inputs();
 
     float acc[4][4];
-    u64 best[4][2] = {};
     for (int round = 0; round < rounds; round++) {
         const int index = round * teams + team;
         for (int phase = 0; phase < shape.phases; phase++) {
@@ -251,8 +204,8 @@ __device__ __forceinline__ void slab_linear(const LinearArgs& args) {
                 __syncthreads();
                 const int count = staged_blocks / shape.phases;
                 // Pieces: as many as the registers beside the ring take.
-                constexpr int PIECES = Format::ARGMAX ? 0 : DEPTH * VECTORS >= 16 || DEPTH == 9 ? 3 : VECTORS == 2 ? 1 : 2;
-stage_inputs<PIECES>(args, staged, group * shape.blocks + staged_first + phase * count, count);
+                constexpr int PIECES = Format::IS_HEAD ? 0 : DEPTH * VECTORS >= 16 || DEPTH == 9 ? 3 : VECTORS == 2 ? 1 : 2;
+                stage_inputs<PIECES>(args, staged, group * shape.blocks + staged_first + phase * count, count);
                 __syncthreads();
             }
             if (index >= mine) continue;
@@ -301,15 +254,15 @@ stage_inputs<PIECES>(args, staged, group * shape.blocks + staged_first + phase *
                     }
                 }
             };
-            if (!Format::ARGMAX && tiles == 1) run(Tiles<1>());
-            else if (!Format::ARGMAX && tiles == 2) run(Tiles<2>());
+            if (!Format::IS_HEAD && tiles == 1) run(Tiles<1>());
+            else if (!Format::IS_HEAD && tiles == 2) run(Tiles<2>());
             else run(Tiles<4>());
         }
         if (FOLD == CLUSTER && round == 0) wait_for_cluster();
         if (index >= mine) continue;
         const int slab = slab_of(index);
         if (shape.chunks == 1) {
-            finish(slab, acc, best);
+            finish(slab, acc);
             continue;
         }
         float4* to;
@@ -341,7 +294,7 @@ stage_inputs<PIECES>(args, staged, group * shape.blocks + staged_first + phase *
             if (lane == 0) args.counters[slab] = 0;
         }
         fold(to, acc);
-        finish(slab, acc, best);
+        finish(slab, acc);
     }
     if (FOLD == CLUSTER) {
         // A block without slabs has not waited yet.
@@ -350,10 +303,7 @@ stage_inputs<PIECES>(args, staged, group * shape.blocks + staged_first + phase *
         wait_for_cluster();
         for (int index = chunk + warp * shape.chunks; index < mine; index += teams * shape.chunks) {
             fold(sums + (size_t)(index / shape.chunks) * shape.chunks * tiles * 32, acc);
-            finish(slab_of(index), acc, best);
+            finish(slab_of(index), acc);
         }
-    }
-    if constexpr (Format::ARGMAX) {
-        if (args.best) finish_argmax(args, best, tiles);
     }
 }
