@@ -75,7 +75,7 @@ pub fn programs_of(text: &str) -> Vec<&'static str> {
 }
 
 /// The text of a program's source.
-pub fn source(program: &str) -> Option<&'static str> {
+fn source(program: &str) -> Option<&'static str> {
     SOURCES.iter().find(|(name, _)| *name == program).map(|(_, text)| *text)
 }
 

@@ -11,7 +11,7 @@ pub mod contract;
 #[cfg(feature = "cuda")]
 pub mod cubins;
 pub mod families;
-pub mod gpu;
+mod gpu;
 pub mod numerics_policy;
 pub mod order;
 pub mod pack;

@@ -1,7 +1,8 @@
 //! A CUDA GPU behind the face of all GPUs.
 
+use super::launch::{Kernel, Module, Shape};
 use super::staging::Staging;
-use super::{CudaError, Gpu, Kernel, Module, Shape};
+use super::{CudaError, Gpu};
 use crate::gpu::{Argument, Backend, Block, Call, Driver, GpuDevice, GpuLimits, Program, Span};
 use crate::{Device, LaunchError};
 use cudarc::driver::sys;
@@ -215,7 +216,7 @@ impl Driver for CudaDriver {
             cluster: call.tuning.cluster.max(1) as usize,
             overlap: call.tuning.overlap,
         };
-        self.check(self.gpu.launch_images(&kernel, shape, &images))
+        self.check(self.gpu.launch(&kernel, shape, &images))
     }
 
     fn copy(&self, from: Span, to: Span) -> Result<(), LaunchError> {

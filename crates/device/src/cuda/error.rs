@@ -47,9 +47,6 @@ pub enum CudaError {
     /// A kernel was loaded on another GPU.
     #[error("`{kernel}` was loaded on another GPU: load its module on this one")]
     OtherDevice { kernel: String },
-    /// A copy does not fit its buffer.
-    #[error("{found} bytes at {offset} do not fit a buffer of {length}")]
-    Range { offset: usize, found: usize, length: usize },
     /// The driver answered with an error.
     #[error("{call} failed: {text} (code {code})")]
     Driver { call: &'static str, code: u32, text: String },

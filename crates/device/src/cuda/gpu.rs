@@ -152,18 +152,6 @@ impl Gpu {
         Ok(free as u64)
     }
 
-    /// Refuses where fewer than `bytes` are free: asked once, before anything is loaded.
-    ///
-    /// # Errors
-    /// [`CudaError::Memory`] with the figures.
-    pub fn require_memory(&self, bytes: u64) -> Result<(), CudaError> {
-        let free = self.free_bytes()?;
-        if bytes <= free {
-            return Ok(());
-        }
-        Err(CudaError::Memory { name: self.name.clone(), needed: bytes, free, total: self.memory_bytes })
-    }
-
     /// Waits until everything launched is done; an earlier kernel's failure shows here.
     ///
     /// # Errors

@@ -72,8 +72,6 @@ impl Module {
             function,
             argument_bytes,
             shared_allowed: Arc::new(AtomicUsize::new(0)),
-            registers: attribute(Attribute::CU_FUNC_ATTRIBUTE_NUM_REGS)?,
-            local_bytes: attribute(Attribute::CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES)?,
             static_shared_bytes: attribute(Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)?,
             threads_max: attribute(Attribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK)?,
             module: self.clone(),
@@ -94,8 +92,6 @@ impl Drop for Module {
 #[derive(Clone, Debug)]
 pub struct Kernel {
     pub name: String,
-    pub registers: usize,
-    pub local_bytes: usize,
     pub static_shared_bytes: usize,
     pub threads_max: usize,
     argument_bytes: Vec<usize>,
@@ -111,50 +107,6 @@ unsafe impl Send for Kernel {}
 // SAFETY: as above.
 unsafe impl Sync for Kernel {}
 
-/// One argument: a number, an address or a struct of them, laid out as C does.
-#[derive(Clone, Debug, Default, PartialEq, Eq)]
-pub struct Parameter {
-    bytes: Vec<u8>,
-    alignment: usize,
-}
-
-impl Parameter {
-    pub fn new() -> Parameter {
-        Parameter::default()
-    }
-
-    pub fn address(self, value: u64) -> Parameter {
-        self.push(&value.to_ne_bytes())
-    }
-
-    pub fn int(self, value: usize) -> Parameter {
-        // Kernels count in 32 bits; launchers check limits far below.
-        self.push(&i32::try_from(value).unwrap_or(i32::MAX).to_ne_bytes())
-    }
-
-    pub fn float(self, value: f32) -> Parameter {
-        self.push(&value.to_ne_bytes())
-    }
-
-    /// A struct as it is.
-    pub fn raw(bytes: &[u8]) -> Parameter {
-        Parameter { bytes: bytes.to_vec(), alignment: 1 }
-    }
-
-    fn push(mut self, value: &[u8]) -> Parameter {
-        self.alignment = self.alignment.max(value.len());
-        self.bytes.resize(self.bytes.len().next_multiple_of(value.len()), 0);
-        self.bytes.extend_from_slice(value);
-        self
-    }
-
-    fn padded(&self) -> Vec<u8> {
-        let mut bytes = self.bytes.clone();
-        bytes.resize(bytes.len().next_multiple_of(self.alignment.max(1)), 0);
-        bytes
-    }
-}
-
 /// How a launch is cut.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Shape {
@@ -169,18 +121,11 @@ pub struct Shape {
 }
 
 impl Gpu {
-    /// Puts one launch into the stream.
+    /// Puts one launch into the stream, with each argument as its bytes.
     ///
     /// # Errors
     /// [`CudaError::Limit`] and [`CudaError::Argument`] before anything is launched; [`CudaError::Driver`].
-    pub fn launch(&self, kernel: &Kernel, shape: Shape, parameters: &[Parameter]) -> Result<(), CudaError> {
-        let images: Vec<Vec<u8>> = parameters.iter().map(Parameter::padded).collect();
-        let images: Vec<&[u8]> = images.iter().map(Vec::as_slice).collect();
-        self.launch_images(kernel, shape, &images)
-    }
-
-    /// As [`Gpu::launch`], with each argument as its bytes.
-    pub(super) fn launch_images(&self, kernel: &Kernel, shape: Shape, images: &[&[u8]]) -> Result<(), CudaError> {
+    pub(super) fn launch(&self, kernel: &Kernel, shape: Shape, images: &[&[u8]]) -> Result<(), CudaError> {
         let limit = |what, found: usize, max: usize| match found <= max {
             true => Ok(()),
             false => {
@@ -250,21 +195,5 @@ impl Gpu {
         check("cuLaunchKernelEx", unsafe {
             sys::cuLaunchKernelEx(&config, kernel.function, pointers.as_mut_ptr(), std::ptr::null_mut())
         })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_struct_is_laid_out_as_c_does() {
-        let parameter = Parameter::new().int(7).address(0x0102_0304_0506_0708).float(1.0);
-        let mut expected = vec![7, 0, 0, 0, 0, 0, 0, 0];
-        expected.extend(0x0102_0304_0506_0708_u64.to_ne_bytes());
-        expected.extend(1.0_f32.to_ne_bytes());
-        expected.extend([0; 4]);
-        assert_eq!(parameter.padded(), expected);
-        assert_eq!(Parameter::new().int(3).padded().len(), 4);
     }
 }

@@ -2,12 +2,11 @@
 //!
 //! [`Gpu::open`] refuses with figures where there is no driver, the driver or the GPU is too old, or the device does not
 //! exist; nothing here panics for want of a driver. A [`Gpu`] has one stream: launches run in order. Kernels come from
-//! cubins ([`Module`]); a launch checks its arguments' sizes against the kernel's own, so that it is safe to call: a wrong
+//! cubins; a launch checks its arguments' sizes against the kernel's own, so that it is safe to call: a wrong
 //! address can only harm device memory, which no Rust value lives in.
 //!
 //! [`device`] makes it a [`crate::Device`], which kernel families reach through [`crate::gpu`].
 
-mod buffer;
 mod driver;
 mod error;
 mod gpu;
@@ -16,9 +15,7 @@ mod launch;
 pub mod nvrtc;
 mod staging;
 
-pub use buffer::GpuBuffer;
 pub use driver::{Asked, Trial, device, device_on_trial};
 pub use error::CudaError;
 pub use gpu::Gpu;
 pub use graph::{Event, Graph};
-pub use launch::{Kernel, Module, Parameter, Shape};
