@@ -156,6 +156,14 @@ impl ApiError {
         ApiError { retry_after: Some(Duration::from_secs(5)), ..error }
     }
 
+    /// Sent again it would need as long: clients shall not do so by themselves.
+    fn deadline() -> Self {
+        let message = "The reply was not finished within the request's timeout and has been cancelled. Ask for fewer \
+                       tokens, or send a larger timeout.";
+        let error = ApiError::new(StatusCode::GATEWAY_TIMEOUT, SERVER, "deadline_exceeded", message);
+        ApiError { param: Some("timeout".to_string()), ..error }
+    }
+
     /// A bug or a failed computation. The log has the details under the report's id; the client gets the id alone.
     pub fn engine(details: &str) -> Self {
         let report = ids::id("report_", 12);
@@ -181,7 +189,7 @@ impl ApiError {
                 let message = "The reply was read too slowly and has been cancelled.";
                 ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, SERVER, "engine_error", message)
             }
-            FinishReason::Deadline => ApiError::engine("a reply passed its deadline"),
+            FinishReason::Deadline => ApiError::deadline(),
             FinishReason::QueueTimeout => ApiError::queue_timeout(),
             FinishReason::Stopped => ApiError::stopped(),
             FinishReason::OutOfMemory => ApiError::engine(

@@ -156,6 +156,7 @@ pub fn submit(server: &Server, asked: Asked<'_>, prompts: Vec<PromptInput>) -> R
     if !generation.ignore_eos {
         end_ids.push(end_token);
     }
+    let deadline = generation.timeout.map(|timeout| engine.now().after(timeout));
     let mut requests = Vec::new();
     let mut readings = Vec::new();
     for prompt in prompts {
@@ -176,7 +177,7 @@ pub fn submit(server: &Server, asked: Asked<'_>, prompts: Vec<PromptInput>) -> R
                 draft_max: if generation.draft { None } else { Some(0) },
                 logprobs: asked.logprobs,
                 score_prompt: asked.score_prompt,
-                deadline: None,
+                deadline,
                 snapshot_at: prompt.snapshot_at.clone(),
                 forcing: prompt.forcing.clone(),
                 priority: generation.priority,

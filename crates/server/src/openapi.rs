@@ -3,7 +3,7 @@
 use serde_json::{Map, Value, json};
 
 use crate::config::ServerConfig;
-use crate::openai::sampling::{STOP_CHARACTERS_MAX, STOPS_MAX, TOP_LOGPROBS_MAX};
+use crate::openai::sampling::{STOP_CHARACTERS_MAX, STOPS_MAX, TIMEOUT_SECONDS_MAX, TOP_LOGPROBS_MAX};
 
 /// Method, path, what it does, the request's schema, the answer's media type.
 type Operation = (&'static str, &'static str, &'static str, Option<&'static str>, &'static str);
@@ -187,6 +187,7 @@ fn generation() -> Map<String, Value> {
         ("stream_options", json!({"type": ["object", "null"]})),
         ("draft", flag()),
         ("priority", json!({"type": ["string", "integer", "null"]})),
+        ("timeout", json!({"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": TIMEOUT_SECONDS_MAX})),
         ("return_token_ids", flag()),
     ];
     fields.into_iter().map(|(name, schema)| (name.to_owned(), schema)).collect()

@@ -284,6 +284,26 @@ async fn a_second_request_to_end_cuts_what_runs() {
 }
 
 #[tokio::test]
+async fn a_reply_that_passes_its_requests_timeout_ends_and_frees_its_slot() {
+    let server = start(Setup { limits: |limits| limits.slots = 1, ..Setup::default() }).await;
+    let body = |stream: bool| json!({"prompt": "late", "max_tokens": 1000, "ignore_eos": true, "timeout": 0.3, "stream": stream});
+    server.gate.close();
+    let running = server.post_open("/v1/completions", &body(true)).await;
+    server.until("a running request", |stats| stats.requests == 1).await;
+    let waiting = server.post_open("/v1/completions", &body(false)).await;
+    tokio::time::sleep(Duration::from_millis(400)).await;
+    server.gate.open();
+    let (running, waiting) = (read_answer(running).await, read_answer(waiting).await);
+    assert_eq!(waiting.status, 504);
+    assert_eq!(waiting.json()["error"]["code"], "deadline_exceeded");
+    assert_eq!(waiting.header("x-should-retry"), Some("false"));
+    assert!(running.text().contains("deadline_exceeded"), "{}", running.text());
+    assert!(!running.text().contains("[DONE]"));
+    server.until("two endings", |stats| stats.broken_off == 2 && stats.waiting + stats.decoding == 0).await;
+    server.stop().await;
+}
+
+#[tokio::test]
 async fn a_request_in_the_background_gives_way_and_its_reply_is_unchanged() {
     let server = start(Setup { limits: |limits| limits.slots = 1, ..Setup::default() }).await;
     let body = |prompt: &str, tokens: u32| json!({"prompt": prompt, "max_tokens": tokens, "ignore_eos": true});

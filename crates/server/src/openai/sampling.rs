@@ -1,5 +1,7 @@
 //! The fields that chat and completions share: how tokens are drawn, where a reply ends, how it is sent.
 
+use std::time::Duration;
+
 use tf_engine::{Priority, Sampling};
 use tf_text::TokenId;
 use tf_text::fields::{BodyError, Code, Field, Fields};
@@ -11,6 +13,7 @@ pub const STOPS_MAX: usize = 64;
 pub const STOP_CHARACTERS_MAX: usize = 256;
 pub const BIAS_MAX: usize = 1024;
 pub const TOP_LOGPROBS_MAX: u32 = 20;
+pub const TIMEOUT_SECONDS_MAX: f64 = 86_400.0;
 const TOKENS_MAX: i128 = u32::MAX as i128;
 
 /// What a body says about the reply, apart from the prompt.
@@ -32,6 +35,8 @@ pub struct Generation {
     pub draft: bool,
     pub return_token_ids: bool,
     pub priority: Priority,
+    /// The time from the request's arrival to its end.
+    pub timeout: Option<Duration>,
 }
 
 /// What the server allows and assumes.
@@ -123,6 +128,7 @@ pub fn generation(fields: &Fields<'_>, rules: &Rules) -> Result<Generation, Body
         draft: boolean("draft")?.unwrap_or(true),
         return_token_ids: boolean("return_token_ids")?.unwrap_or(false),
         priority: priority(fields)?,
+        timeout: timeout(fields)?,
     };
     if let Some(field) = fields.get("best_of") {
         let best_of = field.integer(0..=i64::MAX.into())?;
@@ -178,6 +184,15 @@ fn priority(fields: &Fields<'_>) -> Result<Priority, BodyError> {
         Value::String(text) if text == "foreground" => Ok(Priority::Foreground),
         _ => Err(field.wrong_value("\"background\", \"foreground\" or an integer")),
     }
+}
+
+fn timeout(fields: &Fields<'_>) -> Result<Option<Duration>, BodyError> {
+    let Some(field) = fields.get("timeout") else { return Ok(None) };
+    let seconds = field.number(0.0..=TIMEOUT_SECONDS_MAX)?;
+    if seconds == 0.0 {
+        return Err(field.wrong_value(&format!("seconds above 0, up to {TIMEOUT_SECONDS_MAX}")));
+    }
+    Ok(Some(Duration::from_secs_f64(seconds)))
 }
 
 fn logit_bias(fields: &Fields<'_>, vocab_size: u32) -> Result<Vec<(TokenId, f32)>, BodyError> {
@@ -276,6 +291,9 @@ mod tests {
             (r#"{"best_of": 3}"#, "unsupported_parameter", "best_of"),
             (r#"{"priority": "urgent"}"#, "invalid_value", "priority"),
             (r#"{"priority": true}"#, "invalid_value", "priority"),
+            (r#"{"timeout": 0}"#, "invalid_value", "timeout"),
+            (r#"{"timeout": -1}"#, "invalid_value", "timeout"),
+            (r#"{"timeout": "soon"}"#, "invalid_type", "timeout"),
             (r#"{"functions": [{}]}"#, "unsupported_parameter", "functions"),
             (r#"{"modalities": ["text", "audio"]}"#, "unsupported_parameter", "modalities"),
             (r#"{"guided_json": {}}"#, "unsupported_parameter", "guided_json"),
