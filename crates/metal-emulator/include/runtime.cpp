@@ -418,14 +418,17 @@ static void report_fault() { fail("accesses memory outside its buffers and array
 
 static void on_fault(int number, siginfo_t *info, void *context) {
     const unsigned char *at = static_cast<unsigned char *>(info->si_addr);
+    auto *registers = static_cast<ucontext_t *>(context)->uc_mcontext.gregs;
+    // Another OS thread's fault is none of the kernel's: fibers have stacks of this library's own.
+    const char *stack = reinterpret_cast<const char *>(registers[REG_RSP]);
+    const bool in_fiber = request && tf_current && stack >= stacks && stack < stacks + STACK * THREADS_MAX;
     // A misaligned vector access raises the same signal without an address.
-    const bool ours = request && tf_current && ((at >= arena && at < arena + ARENA) || info->si_code == SI_KERNEL);
+    const bool ours = in_fiber && ((at >= arena && at < arena + ARENA) || info->si_code == SI_KERNEL);
     if (!ours) {
         if (previous_fault.sa_flags & SA_SIGINFO) return previous_fault.sa_sigaction(number, info, context);
         signal(SIGSEGV, SIG_DFL);
         return;
     }
-    auto *registers = static_cast<ucontext_t *>(context)->uc_mcontext.gregs;
     // Continues in report_fault on the fiber's own stack, aligned as at a function's entry.
     registers[REG_RSP] = (registers[REG_RSP] - 256) / 16 * 16 - 8;
     registers[REG_RIP] = greg_t(&report_fault);

@@ -3,12 +3,13 @@
 use crate::cuda;
 use crate::prepass::{self, Entry, FunctionConstant, Pass, PrepassError, Translated};
 use libloading::Library;
+use std::collections::HashMap;
 use std::collections::hash_map::DefaultHasher;
 use std::fs;
 use std::hash::{Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::Mutex;
+use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 pub const COMPILER: &str = "clang++-19";
 /// What to do where it is missing.
@@ -73,10 +74,12 @@ pub struct Program {
     /// What its function constants are.
     pub constants: Vec<FunctionConstant>,
     pub(crate) name: String,
-    /// The runtime's state is global in a library: one launch at a time.
-    pub(crate) plain: Option<Mutex<Library>>,
-    pub(crate) checked: Mutex<Library>,
+    pub(crate) plain: Option<Loaded>,
+    pub(crate) checked: Loaded,
 }
+
+/// A library, whose runtime has one state: one launch at a time, whichever program made of its text asks for it.
+pub(crate) type Loaded = Arc<Mutex<Library>>;
 
 /// Which libraries are made of a source.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -152,8 +155,8 @@ impl Program {
             entries: run.entries,
             constants: run.constants,
             name: name.into(),
-            plain: if which == Libraries::Both { Some(Mutex::new(load(&plain)?)) } else { None },
-            checked: Mutex::new(load(&checked)?),
+            plain: if which == Libraries::Both { Some(load(&plain)?) } else { None },
+            checked: load(&checked)?,
         })
     }
 }
@@ -232,12 +235,18 @@ fn compile(
     moved
 }
 
-fn load(path: &Path) -> Result<Library, BuildError> {
+/// The library of a file, loaded once a process: the system gives every later load of it the same state. It is never
+/// unloaded, since its signal handler stays installed.
+fn load(path: &Path) -> Result<Loaded, BuildError> {
+    static LIBRARIES: LazyLock<Mutex<HashMap<PathBuf, Loaded>>> = LazyLock::new(Mutex::default);
+    let path = path.canonicalize().map_err(|error| BuildError::File { path: path.into(), error })?;
+    let mut libraries = LIBRARIES.lock().unwrap_or_else(PoisonError::into_inner);
+    if let Some(library) = libraries.get(&path) {
+        return Ok(library.clone());
+    }
     // SAFETY: the library was built from the runtime of this crate, which has no initialisers.
-    let library = unsafe { Library::new(path) }.map_err(|error| BuildError::Load { path: path.into(), error })?;
-    // Its signal handler stays installed, so it may never be unloaded: one reference more than will be dropped.
-    // SAFETY: as above.
-    let kept = unsafe { Library::new(path) }.map_err(|error| BuildError::Load { path: path.into(), error })?;
-    std::mem::forget(kept);
+    let library = unsafe { Library::new(&path) }.map_err(|error| BuildError::Load { path: path.clone(), error })?;
+    let library = Arc::new(Mutex::new(library));
+    libraries.insert(path, library.clone());
     Ok(library)
 }

@@ -279,15 +279,17 @@ fn run_call(
     emulated: &Emulated,
 ) -> Result<Result<run::Report, RunError>, LaunchError> {
     let mut written = Vec::new();
+    let mut wrong = None;
     for argument in call.arguments {
-        if let Argument::Write(span) = argument {
-            let twice = || failed(format_args!("{} is given one buffer to write twice", call.entry));
-            written.push((*span, memory.blocks.remove(&span.block.0).ok_or_else(twice)?));
-        }
+        let Argument::Write(span) = argument else { continue };
+        let Some(block) = memory.blocks.remove(&span.block.0) else {
+            wrong = Some(failed(format_args!("{} is given one buffer to write twice", call.entry)));
+            break;
+        };
+        written.push((*span, block));
     }
     let mut outputs = written.iter_mut();
     let mut arguments = Vec::new();
-    let mut wrong = None;
     for argument in call.arguments {
         arguments.push(match argument {
             Argument::Read(span) => match memory.bytes(*span) {
@@ -297,10 +299,10 @@ fn run_call(
                     run::Argument::Read(&[])
                 }
             },
-            Argument::Write(_) => {
-                let (span, block) = outputs.next().expect("one was taken for each");
-                run::Argument::Write(&mut block[span.first..span.first + span.bytes])
-            }
+            Argument::Write(_) => match outputs.next() {
+                Some((span, block)) => run::Argument::Write(&mut block[span.first..span.first + span.bytes]),
+                None => run::Argument::Write(&mut []),
+            },
             Argument::Bytes(bytes) => run::Argument::Read(bytes),
             Argument::Missing => run::Argument::Write(&mut []),
         });

@@ -2,7 +2,7 @@
 
 mod common;
 
-use tf_device::gpu::{Backend, Binding, Launch, Program, ShapeBytes, bytes_of};
+use tf_device::gpu::{Argument, Backend, Binding, Call, Launch, Program, ShapeBytes, Span, Tuning, bytes_of};
 use tf_device::{Buffer, Device, LaunchError, Queue};
 use tf_metal_emulator::{Rigour, device_with};
 
@@ -68,6 +68,34 @@ fn a_launch_reads_buffers_offsets_and_host_bytes_and_writes_in_place() {
         let expected: Vec<f32> =
             [7.0; 2].into_iter().chain((0..50).map(|i| (10 + 49 - i) as f32 * 2.0)).chain([7.0; 2]).collect();
         assert_eq!(found[..], expected);
+    }
+}
+
+#[test]
+fn a_refused_launch_leaves_every_buffer_where_it_was() {
+    let Some((device, _)) = emulated("a refused launch on the device", Rigour::Once) else { return };
+    let Device::Gpu(gpu) = &device else { panic!("the emulator is a GPU") };
+    let driver = gpu.driver();
+    let span = |number: u8| {
+        let span = Span { block: driver.allocate(16).unwrap(), first: 0, bytes: 16 };
+        driver.write(span, &[number; 16]).unwrap();
+        span
+    };
+    let (x, y) = (span(1), span(2));
+    let cases: [(&[Argument<'_>], &str); 2] = [
+        (&[Argument::Write(x), Argument::Write(y), Argument::Write(x)], "one buffer to write twice"),
+        (&[Argument::Write(y), Argument::Read(x), Argument::Read(y)], "one buffer to read and to write"),
+    ];
+    for (arguments, text) in cases {
+        let (program, entry, tuning) = (&SCALE, "scale", Tuning::default());
+        let call = Call { program, entry, arguments, shape: &[0; 8], groups: 1, threads: 32, shared_bytes: 0, tuning };
+        let error = driver.launch(&call).unwrap_err().to_string();
+        assert!(error.contains(text), "{error}");
+        for (span, number) in [(x, 1), (y, 2)] {
+            let mut found = [0; 16];
+            driver.read(span, &mut found).unwrap();
+            assert_eq!(found, [number; 16], "{text}");
+        }
     }
 }
 

@@ -4,7 +4,7 @@ mod common;
 
 use common::*;
 use tf_metal_emulator::chips::CHIPS;
-use tf_metal_emulator::{Argument, BuildError, Order, Schedule};
+use tf_metal_emulator::{Argument, BuildError, Order, Program, Schedule};
 
 const HEAD: &str = "#include <metal_stdlib>\nusing namespace metal;\n";
 
@@ -38,6 +38,33 @@ fn run_sum(source: &str) -> Result<Vec<f32>, String> {
     match program.run(&mut launch("sum", arguments, 3, 64)) {
         Ok(_) => Ok(floats(&out)),
         Err(error) => Err(error.to_string()),
+    }
+}
+
+#[test]
+fn programs_of_one_text_run_at_the_same_time() {
+    if !ready("programs_of_one_text_run_at_the_same_time") {
+        return;
+    }
+    // As a kernel that two launchers declare: the second load of a library has the state of the first.
+    let source = format!("{HEAD}// declared by two launchers{SUM}");
+    let programs = [build("sum.metal", &source), build("sum.metal", &source)];
+    let run = |program: &Program, number: f32, schedule: Schedule| {
+        let x = vec![number; 3 * 64];
+        let mut out = vec![0xffu8; 3 * 64 * 4];
+        let mut sum = launch("sum", vec![read(&x), Argument::Write(&mut out), read(&[64u32])], 3, 64);
+        program.run_on(&mut sum, &CHIPS, &[schedule]).expect("the kernel is right");
+        for (i, value) in floats(&out).into_iter().enumerate() {
+            assert_eq!(value, 2.0 * number * 66.0 + (i % 32) as f32, "{number}");
+        }
+    };
+    for checked in [false, true] {
+        std::thread::scope(|scope| {
+            for (program, number) in programs.iter().zip([1.0, 3.0]) {
+                let schedule = Schedule { order: Order::Forward, checked };
+                scope.spawn(move || (0..500).for_each(|_| run(program, number, schedule)));
+            }
+        });
     }
 }
 
