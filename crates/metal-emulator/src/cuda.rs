@@ -16,6 +16,10 @@ use std::fmt::Write;
 pub const CHIPS: [Chip; 1] =
     [Chip { name: "CUDA", threads_max: 1024, threadgroup_bytes_max: 99 << 10, simd_width: 32, buffers_max: 31 }];
 
+/// The H200 (compute capability 9.0).
+pub const LARGE_CHIPS: [Chip; 1] =
+    [Chip { name: "H200", threads_max: 1024, threadgroup_bytes_max: 227 << 10, simd_width: 32, buffers_max: 31 }];
+
 /// Translates a source whose includes are expanded.
 ///
 /// # Errors

@@ -37,7 +37,7 @@ pub fn device() -> Result<Device, BuildError> {
 /// # Errors
 /// As [`device`].
 pub fn device_with(rigour: Rigour) -> Result<Device, BuildError> {
-    emulated(Backend::Metal, Settings::of(rigour))
+    emulated(Backend::Metal, Settings::of(rigour), &CHIPS)
 }
 
 /// A device with every choice made: what the kernel contract holds against each other.
@@ -45,7 +45,7 @@ pub fn device_with(rigour: Rigour) -> Result<Device, BuildError> {
 /// # Errors
 /// As [`device`].
 pub fn device_of(settings: Settings) -> Result<Device, BuildError> {
-    emulated(Backend::Metal, settings)
+    emulated(Backend::Metal, settings, &CHIPS)
 }
 
 /// How a device runs its launches.
@@ -106,14 +106,15 @@ pub fn is_defect(error: &str) -> bool {
 /// # Errors
 /// As [`device`].
 pub fn cuda_device(rigour: Rigour) -> Result<Device, BuildError> {
-    emulated(Backend::Cuda, Settings::of(rigour))
+    emulated(Backend::Cuda, Settings::of(rigour), &cuda::CHIPS)
 }
 
-const fn chips(backend: Backend) -> &'static [Chip] {
-    match backend {
-        Backend::Metal => &CHIPS,
-        Backend::Cuda => &cuda::CHIPS,
-    }
+/// As [`cuda_device`], with the shared memory of an H200: launches that ask for more than other chips have.
+///
+/// # Errors
+/// As [`device`].
+pub fn large_cuda_device(rigour: Rigour) -> Result<Device, BuildError> {
+    emulated(Backend::Cuda, Settings::of(rigour), &cuda::LARGE_CHIPS)
 }
 
 const fn name(backend: Backend) -> &'static str {
@@ -123,11 +124,10 @@ const fn name(backend: Backend) -> &'static str {
     }
 }
 
-fn emulated(backend: Backend, settings: Settings) -> Result<Device, BuildError> {
+fn emulated(backend: Backend, settings: Settings, chips: &'static [Chip]) -> Result<Device, BuildError> {
     if !compiler_found() {
         return Err(BuildError::NoCompiler);
     }
-    let chips = chips(backend);
     let limits = GpuLimits {
         threads_max: chips.iter().map(|chip| chip.threads_max).min().unwrap_or(0),
         shared_bytes_max: chips.iter().map(|chip| chip.threadgroup_bytes_max as u32).min().unwrap_or(0),
@@ -136,12 +136,13 @@ fn emulated(backend: Backend, settings: Settings) -> Result<Device, BuildError> 
         memory_bytes: 1 << 34,
         target: "emulated".into(),
     };
-    let driver = Emulated { backend, limits, settings, programs: Mutex::default(), memory: Mutex::default() };
+    let driver = Emulated { backend, chips, limits, settings, programs: Mutex::default(), memory: Mutex::default() };
     Ok(Device::Gpu(GpuDevice::new(Arc::new(driver))))
 }
 
 struct Emulated {
     backend: Backend,
+    chips: &'static [Chip],
     limits: GpuLimits,
     settings: Settings,
     /// Those of an edited source; others are shared by all devices.
@@ -319,8 +320,7 @@ fn run_call(
         constants: Vec::new(),
     };
     let schedules = emulated.settings.schedules;
-    let outcome =
-        if wrong.is_none() { program.run_on(&mut launch, chips(emulated.backend), schedules) } else { Ok(NOTHING) };
+    let outcome = if wrong.is_none() { program.run_on(&mut launch, emulated.chips, schedules) } else { Ok(NOTHING) };
     drop(launch);
     for (span, block) in written {
         memory.blocks.insert(span.block.0, block);

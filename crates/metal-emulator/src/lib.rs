@@ -18,5 +18,7 @@ pub mod prepass;
 mod run;
 
 pub use compile::{BuildError, COMPILER, INSTALL, Program, compiler_found};
-pub use device::{Launched, Log, Rigour, Settings, cuda_device, device, device_of, device_with, is_defect};
+pub use device::{
+    Launched, Log, Rigour, Settings, cuda_device, device, device_of, device_with, is_defect, large_cuda_device,
+};
 pub use run::{Argument, Launch, Order, Report, RunError, SCHEDULES, Schedule};

@@ -6,7 +6,7 @@ mod common;
 use std::collections::BTreeSet;
 use tf_contract::families::{RELEASE, Sizes, TINY, check};
 use tf_device::{Device, Queue};
-use tf_metal_emulator::{Rigour, cuda_device, device_with};
+use tf_metal_emulator::{Rigour, cuda_device, device_with, large_cuda_device};
 
 /// Families that `only` names, all where it is empty.
 fn hold(device: Device, sizes: Sizes, row_counts: &[usize], only: &str, families_wanted: usize) {
@@ -50,6 +50,13 @@ fn emulated_cuda_has_the_bits_of_the_cpu_at_the_sizes_of_the_release() {
     if common::ready("emulated_cuda_has_the_bits_of_the_cpu_at_the_sizes_of_the_release") {
         let sizes = Sizes { context: 9001, ..RELEASE };
         hold(cuda_device(Rigour::Once).unwrap(), sizes, &[1, 4], "", 20);
+    }
+}
+
+#[test]
+fn emulated_cuda_has_the_bits_of_the_cpu_where_a_row_fills_the_shared_memory_of_an_h200() {
+    if common::ready("emulated_cuda_has_the_bits_of_the_cpu_where_a_row_fills_the_shared_memory_of_an_h200") {
+        hold(large_cuda_device(Rigour::Once).unwrap(), RELEASE, &[1, 2], "attention", 2);
     }
 }
 

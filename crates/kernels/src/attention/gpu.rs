@@ -72,61 +72,108 @@ fn run_whole(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
     )
 }
 
-/// Scores of as many rows as the scratch holds, then their softmax, then the mix of their keys. Bits depend on none of the
-/// sizes chosen here: a sum belongs to one thread.
+/// Two launches for few rows where their operands fit into shared memory; otherwise scores of as many rows as the scratch holds,
+/// their softmax, and the mix of their keys. Bits depend on none of the sizes chosen here: a sum belongs to one thread.
 fn run_in_tiles(queue: &mut GpuQueue, mut args: Args<'_>) -> Result<(), LaunchError> {
     let (rows, heads, stride) = (args.rows.len(), args.shape.heads, gpu_keys(args.shape));
     let row_floats = gpu_scratch_floats(args.shape, 1);
     LaunchError::check_room("the scratch of attention", args.scratch.len_of::<f32>(), row_floats)?;
     let tile_rows = (args.scratch.len_of::<f32>() / row_floats).min(rows);
+    let limits = queue.limits();
+    let head_dim = args.shape.head_dim;
+    let few_bytes = few_scores_bytes(head_dim).max(few_mix_bytes(stride));
+    if rows <= FEW_ROWS && tile_rows == rows && few_bytes <= limits.shared_bytes_max as usize {
+        let shape = sizes(&args, rows).uint(0).uint(stride).uint(0);
+        let head_tiles = |size| rows * heads.div_ceil(size);
+        launch_scores(
+            queue,
+            &mut args,
+            Sizing {
+                entry: "attention_scores_few",
+                groups: head_tiles(FEW_HEADS) * stride.div_ceil(FEW_KEYS),
+                threads: 160,
+                shared_bytes: few_scores_bytes(head_dim),
+            },
+            &shape,
+        )?;
+        return launch_mix_few(queue, &mut args, head_tiles(MIXED_HEADS), &shape);
+    }
     // Few rows are cut finer, so that they reach every multiprocessor.
-    let units = queue.limits().units as usize;
-    let cut = match rows.min(tile_rows) * heads.div_ceil(64) * stride.div_ceil(16) {
-        groups if groups <= units => CUTS[0],
-        groups if groups <= 4 * units => CUTS[1],
-        _ => CUTS[2],
-    };
+    let fine = tile_rows * heads.div_ceil(32) * stride.div_ceil(64) <= 4 * limits.units as usize;
+    let cut = CUTS[usize::from(!fine)];
     for first in (0..rows).step_by(tile_rows) {
         let here = tile_rows.min(rows - first);
-        let shape = sizes(&args, here).uint(first).uint(stride).uint(tile_rows * heads * stride);
-        launch_scores(queue, &mut args, cut, here, &shape)?;
+        let shape = sizes(&args, here).uint(first).uint(stride).uint(tile_rows * heads.next_multiple_of(4) * stride);
+        let sizing = |entry, tiles: usize, shared_bytes| Sizing {
+            entry,
+            groups: here * heads.div_ceil(cut.heads) * tiles,
+            threads: 128,
+            shared_bytes,
+        };
+        let scores = sizing(cut.scores, stride.div_ceil(cut.others), TILE_BYTES);
+        launch_scores(queue, &mut args, scores, &shape)?;
         launch_softmax(queue, &mut args, here, &shape)?;
-        launch_mix(queue, &mut args, cut, here, &shape)?;
+        let mix = sizing(cut.mix, head_dim.div_ceil(cut.others), TILE_BYTES + 8 * stride);
+        launch_mix(queue, &mut args, mix, &shape)?;
     }
     Ok(())
 }
 
-/// Threads of a group on CUDA.
-const THREADS: u32 = 128;
+/// Rows that are so few that small blocks with all of their operands at once beat tiles.
+const FEW_ROWS: usize = 2;
+/// What a block of `attention_scores_few` computes.
+const FEW_HEADS: usize = 16;
+const FEW_KEYS: usize = 20;
+/// What a block of `attention_mix_few` computes.
+const MIXED_HEADS: usize = 8;
+const MIXED_COLUMNS: usize = 32;
 
-/// What a group computes on CUDA.
+const fn few_scores_bytes(head_dim: usize) -> usize {
+    4 * (FEW_HEADS + FEW_KEYS) * (head_dim + 4)
+}
+
+/// Values, weights and exponentials of `stride` keys.
+const fn few_mix_bytes(stride: usize) -> usize {
+    4 * (MIXED_COLUMNS + 2 * MIXED_HEADS) * (stride.next_multiple_of(4) + 4)
+}
+
+/// What a group computes on CUDA where rows are many.
 #[derive(Clone, Copy)]
 struct Cut {
     heads: usize,
-    /// Keys of a score, columns of a mix.
-    keys: usize,
+    /// Keys of the scores, columns of the mix.
+    others: usize,
     scores: &'static str,
     mix: &'static str,
 }
 
-const CUTS: [Cut; 3] = [
-    Cut { heads: 32, keys: 16, scores: "attention_scores_32_16", mix: "attention_mix_32_16" },
-    Cut { heads: 64, keys: 16, scores: "attention_scores_64_16", mix: "attention_mix_64_16" },
-    Cut { heads: 64, keys: 32, scores: "attention_scores_64_32", mix: "attention_mix_64_32" },
+const CUTS: [Cut; 2] = [
+    Cut { heads: 32, others: 64, scores: "attention_scores_32_64", mix: "attention_mix_32_64" },
+    Cut { heads: 64, others: 128, scores: "attention_scores_64_128", mix: "attention_mix_64_128" },
 ];
+
+/// Shared memory of two steps of either cut.
+const TILE_BYTES: usize = 2 * 32 * (64 + 128) * 4;
+
+/// One launch's grid.
+struct Sizing {
+    entry: &'static str,
+    groups: usize,
+    threads: u32,
+    shared_bytes: usize,
+}
 
 fn launch_scores(
     queue: &mut GpuQueue,
     args: &mut Args<'_>,
-    cut: Cut,
-    rows: usize,
+    sizing: Sizing,
     shape: &ShapeBytes,
 ) -> Result<(), LaunchError> {
     let [cache, table, selected, counts] = compressed_bindings(&args.compressed);
     queue.launch_tuned(
         Launch {
             program: &PROGRAM,
-            entry: cut.scores,
+            entry: sizing.entry,
             bindings: &mut [
                 Binding::Read(args.q),
                 Binding::Bytes(bytes_of(args.rows)),
@@ -141,9 +188,9 @@ fn launch_scores(
                 Binding::Write(args.scratch),
             ],
             shape: shape.bytes(),
-            groups: count(rows * args.shape.heads.div_ceil(cut.heads) * gpu_keys(args.shape).div_ceil(cut.keys)),
-            threads: THREADS,
-            shared_bytes: 0,
+            groups: count(sizing.groups),
+            threads: sizing.threads,
+            shared_bytes: count(sizing.shared_bytes),
         },
         OVERLAP,
     )
@@ -156,7 +203,6 @@ fn launch_softmax(
     shape: &ShapeBytes,
 ) -> Result<(), LaunchError> {
     let [_, _, _, counts] = compressed_bindings(&args.compressed);
-    let warps = THREADS as usize / 32;
     queue.launch_tuned(
         Launch {
             program: &PROGRAM,
@@ -169,9 +215,9 @@ fn launch_softmax(
                 Binding::Write(args.scratch),
             ],
             shape: shape.bytes(),
-            groups: count((rows * args.shape.heads).div_ceil(warps)),
-            threads: THREADS,
-            shared_bytes: count(4 * warps * gpu_keys(args.shape)),
+            groups: count(rows * args.shape.heads.div_ceil(32)),
+            threads: 288,
+            shared_bytes: 0,
         },
         OVERLAP,
     )
@@ -180,15 +226,14 @@ fn launch_softmax(
 fn launch_mix(
     queue: &mut GpuQueue,
     args: &mut Args<'_>,
-    cut: Cut,
-    rows: usize,
+    sizing: Sizing,
     shape: &ShapeBytes,
 ) -> Result<(), LaunchError> {
     let [cache, table, selected, counts] = compressed_bindings(&args.compressed);
     queue.launch_tuned(
         Launch {
             program: &PROGRAM,
-            entry: cut.mix,
+            entry: sizing.entry,
             bindings: &mut [
                 Binding::Bytes(bytes_of(args.rows)),
                 Binding::Bytes(bytes_of(args.windows)),
@@ -203,9 +248,43 @@ fn launch_mix(
                 Binding::Write(args.out),
             ],
             shape: shape.bytes(),
-            groups: count(rows * args.shape.heads.div_ceil(cut.heads) * (args.shape.head_dim / cut.keys)),
-            threads: THREADS,
-            shared_bytes: count(8 * gpu_keys(args.shape)),
+            groups: count(sizing.groups),
+            threads: sizing.threads,
+            shared_bytes: count(sizing.shared_bytes),
+        },
+        OVERLAP,
+    )
+}
+
+fn launch_mix_few(
+    queue: &mut GpuQueue,
+    args: &mut Args<'_>,
+    head_tiles: usize,
+    shape: &ShapeBytes,
+) -> Result<(), LaunchError> {
+    let [cache, table, selected, counts] = compressed_bindings(&args.compressed);
+    queue.launch_tuned(
+        Launch {
+            program: &PROGRAM,
+            entry: "attention_mix_few",
+            bindings: &mut [
+                Binding::Bytes(bytes_of(args.rows)),
+                Binding::Bytes(bytes_of(args.windows)),
+                Binding::Read(args.records),
+                Binding::Read(args.ring),
+                cache,
+                table,
+                selected,
+                counts,
+                Binding::Read(args.sinks),
+                Binding::Bytes(bytes_of(args.frequencies)),
+                Binding::Read(args.scratch),
+                Binding::Write(args.out),
+            ],
+            shape: shape.bytes(),
+            groups: count(head_tiles * (args.shape.head_dim / MIXED_COLUMNS)),
+            threads: 256,
+            shared_bytes: count(few_mix_bytes(gpu_keys(args.shape))),
         },
         OVERLAP,
     )

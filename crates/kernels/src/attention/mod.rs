@@ -107,7 +107,7 @@ pub(crate) const fn gpu_keys(shape: Shape) -> usize {
 /// Floats of [`Args::scratch`] with which CUDA computes `rows` rows at a time: their scores and denominators. With fewer it
 /// takes more launches; one row's are needed. Metal needs none.
 pub const fn gpu_scratch_floats(shape: Shape, rows: usize) -> usize {
-    rows * shape.heads * (gpu_keys(shape) + 1)
+    rows * shape.heads.next_multiple_of(4) * (gpu_keys(shape) + 1)
 }
 
 /// Floats of [`Args::scratch`] for a queue of `threads` threads.
