@@ -24,8 +24,10 @@ static PROGRAM: Program = crate::gpu::program("moe_experts", None, true);
 const PASS: usize = 8;
 /// Bytes of one block in a warp's ring.
 const SLOT: usize = 640;
-/// Experts that one block may meet.
-const SPAN_MAX: usize = 16;
+/// Passes that one block may meet.
+const SPAN_MAX: usize = 48;
+/// Bytes of an entry of the list of passes.
+const PASS_BYTES: usize = 16;
 /// Slabs that a block has in hand at a time.
 const TEAMS: usize = 4;
 /// Experts whose picks one block of `experts_group` sorts.
@@ -50,6 +52,8 @@ struct Room {
     starts: usize,
     counts: usize,
     tile_starts: usize,
+    passes: usize,
+    pass_count: usize,
     pair_row: usize,
     pair_weight: usize,
     pair_of: usize,
@@ -106,6 +110,8 @@ impl Figures {
             starts: next((experts + 1) * 4),
             counts: next(experts * 4),
             tile_starts: next((experts + 1) * 4),
+            passes: next(pairs * PASS_BYTES),
+            pass_count: next(4),
             pair_row: next(pairs * 4),
             pair_weight: next(pairs * 4),
             pair_of: next(self.rows * self.picks * 4),
@@ -127,46 +133,46 @@ pub(super) fn run(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchErro
     LaunchError::check_limit("the expert count", figures.experts, crate::moe_route::EXPERTS_MAX)?;
     let room = figures.room();
     let memory = queue.take_scratch("experts", room.total)?;
+    let routed = Routed { args: &args, memory: &memory, room: &room, figures: &figures, chip };
+    let cuts = if figures.tile.is_some() { None } else { Some(cuts(&figures, chip)?) };
     if figures.pairs > 0 {
-        let routed = Routed { args: &args, memory: &memory, room: &room, figures: &figures, chip };
-        routed.group(queue)?;
-        for up in [true, false] {
-            match figures.tile {
-                Some(tile) => routed.tile_pass(queue, up, tile)?,
-                None => routed.pass(queue, up)?,
+        let pass_rows = cuts.as_ref().map_or(PASS, |[up, _]| up.staged_rows);
+        routed.group(queue, figures.tile.unwrap_or(pass_rows))?;
+    }
+    // The shared expert's activation lies between: it lets the routed experts' weights come while it runs.
+    let [gate, up] = shared_up(queue, &args, &figures)?;
+    let activation = activate(queue, &figures, chip, [&gate, &up])?;
+    if figures.pairs > 0 {
+        for is_up in [true, false] {
+            match (&cuts, figures.tile) {
+                (Some([up, down]), _) => routed.pass(queue, is_up, if is_up { up } else { down })?,
+                (None, tile) => routed.tile_pass(queue, is_up, tile.unwrap_or(TILE_PAIRS[0]))?,
             }
         }
     }
-    mix(queue, args, &figures, &memory, &room, chip)?;
+    let shared_out = shared_down(queue, args.weights.shared(), &figures, &activation)?;
+    let shape = ShapeBytes::new().uint(args.rows).uint(args.picks).uint(figures.pairs).uint(figures.hidden);
+    let (pairs, pair_of) = (Binding::ReadAt(&memory, room.out), Binding::ReadAt(&memory, room.pair_of));
+    let mut bindings = [pairs, pair_of, Binding::Read(&shared_out), Binding::Write(args.out)];
+    simple(queue, "experts_combine", &mut bindings, &shape, figures.rows * figures.hidden / 2)?;
+    queue.keep_scratch("experts, shared out", shared_out);
+    queue.keep_scratch("experts, shared activation", activation);
+    queue.keep_scratch("experts, shared gate", gate);
+    queue.keep_scratch("experts, shared up", up);
     queue.keep_scratch("experts", memory);
     Ok(())
 }
 
-/// The shared expert, and the mixture.
-fn mix(
-    queue: &mut GpuQueue,
-    args: Args<'_>,
-    figures: &Figures,
-    memory: &Buffer,
-    room: &Room,
-    chip: Chip,
-) -> Result<(), LaunchError> {
-    let Figures { rows, hidden, intermediate, pairs, .. } = *figures;
+/// The shared expert's gate and up, `[rows, intermediate]` f32, rounded to bf16, in memory of the queue.
+fn shared_up(queue: &mut GpuQueue, args: &Args<'_>, figures: &Figures) -> Result<[Buffer; 2], LaunchError> {
+    let Figures { rows, hidden, intermediate, .. } = *figures;
     let weights = args.weights.shared();
     let mut gate = queue.take_scratch("experts, shared gate", rows * intermediate * 4)?;
     let mut up = queue.take_scratch("experts, shared up", rows * intermediate * 4)?;
     let input = Input::F32 { buffer: args.x, chosen: None };
     let mut products = [product(&weights.w1, &mut gate), product(&weights.w3, &mut up)];
     fp8(queue, &mut products, hidden, UP_CHUNK, rows, input)?;
-    let (routed, pair_of) = (Binding::ReadAt(memory, room.out), Binding::ReadAt(memory, room.pair_of));
-    let shared_out = shared_down(queue, weights, figures, chip, [&gate, &up])?;
-    let shape = ShapeBytes::new().uint(rows).uint(args.picks).uint(pairs).uint(hidden);
-    let mut bindings = [routed, pair_of, Binding::Read(&shared_out), Binding::Write(args.out)];
-    simple(queue, "experts_combine", &mut bindings, &shape, rows * hidden / 2)?;
-    queue.keep_scratch("experts, shared out", shared_out);
-    queue.keep_scratch("experts, shared gate", gate);
-    queue.keep_scratch("experts, shared up", up);
-    Ok(())
+    Ok([gate, up])
 }
 
 /// The routed experts of a launch. The parts of the working memory are bound as read, whoever writes them: on CUDA a
@@ -191,11 +197,12 @@ impl Routed<'_> {
         Ok(if up { [&parts[0], &parts[1]] } else { [&parts[2], &parts[3]] }.map(Binding::Read))
     }
 
-    fn group(&self, queue: &mut GpuQueue) -> Result<(), LaunchError> {
+    /// Sorts the pairs, which go in tiles or passes of `tile`.
+    fn group(&self, queue: &mut GpuQueue, tile: usize) -> Result<(), LaunchError> {
         let (room, figures) = (self.room, self.figures);
         let align = if figures.tile.is_some() { ATOM } else { 1 };
         let shape = ShapeBytes::new().uint(figures.rows).uint(figures.picks).uint(figures.experts);
-        let shape = shape.uint(align).uint(figures.tile.unwrap_or(PASS));
+        let shape = shape.uint(align).uint(tile);
         let mut bindings = [
             Binding::Read(self.args.selected),
             Binding::Read(self.args.routing),
@@ -207,6 +214,8 @@ impl Routed<'_> {
             self.at(room.pair_of),
             self.at(room.counts),
             self.at(room.tile_starts),
+            self.at(room.passes),
+            self.at(room.pass_count),
         ];
         let groups = figures.experts.div_ceil(GROUP_EXPERTS);
         launch(queue, "experts_group", &mut bindings, &shape, [groups, 512, 0])
@@ -259,20 +268,9 @@ impl Routed<'_> {
     }
 
     /// Gate, up and activation, or down.
-    fn pass(&self, queue: &mut GpuQueue, up: bool) -> Result<(), LaunchError> {
+    fn pass(&self, queue: &mut GpuQueue, up: bool, cut: &Cut) -> Result<(), LaunchError> {
         let (room, chip) = (self.room, self.chip);
-        let Figures { hidden, intermediate, .. } = *self.figures;
-        let (columns, chunk, slabs, out_stride) = match up {
-            true => (hidden, UP_CHUNK, intermediate / 8, intermediate),
-            false => (intermediate, DOWN_CHUNK, hidden / SLAB, hidden),
-        };
-        LaunchError::check_limit("the experts a block meets", self.figures.experts.div_ceil(chip.units) + 1, SPAN_MAX)?;
-        let blocks = columns.div_ceil(BLOCK);
-        let chunk_blocks = (chunk / BLOCK).min(blocks);
-        let chunks = blocks.div_ceil(chunk_blocks);
-        let last = blocks - (chunks - 1) * chunk_blocks;
-        let fits = |depth: usize| chunk_blocks.is_multiple_of(depth) && last.is_multiple_of(depth);
-        let cut = cut(up, blocks, chunks, self.args.rows, chip.shared_bytes, fits)?;
+        let Columns { columns, slabs, out_stride, blocks, chunk_blocks, chunks, .. } = Columns::of(self.figures, up);
         let shape = ShapeBytes::new()
             .uint(columns)
             .uint(out_stride)
@@ -287,15 +285,53 @@ impl Routed<'_> {
             codes,
             scales,
             if up { Binding::Read(self.args.x) } else { self.at(room.between) },
-            self.at(room.active),
-            self.at(room.active_count),
-            self.at(room.starts),
+            self.at(room.passes),
+            self.at(room.pass_count),
             self.at(room.pair_row),
             self.at(room.pair_weight),
             self.at(if up { room.between } else { room.out }),
         ];
         launch(queue, cut.kernel, &mut bindings, &shape, [chip.units, cut.warps * 32, cut.shared_bytes])
     }
+}
+
+/// What a pass reads and writes.
+struct Columns {
+    columns: usize,
+    slabs: usize,
+    out_stride: usize,
+    blocks: usize,
+    chunk_blocks: usize,
+    chunks: usize,
+}
+
+impl Columns {
+    fn of(figures: &Figures, up: bool) -> Columns {
+        let Figures { hidden, intermediate, .. } = *figures;
+        let (columns, chunk, slabs, out_stride) = match up {
+            true => (hidden, UP_CHUNK, intermediate / 8, intermediate),
+            false => (intermediate, DOWN_CHUNK, hidden / SLAB, hidden),
+        };
+        let blocks = columns.div_ceil(BLOCK);
+        let chunk_blocks = (chunk / BLOCK).min(blocks);
+        Columns { columns, slabs, out_stride, blocks, chunk_blocks, chunks: blocks.div_ceil(chunk_blocks) }
+    }
+
+    fn cut(&self, up: bool, rows: usize, room: usize) -> Result<Cut, LaunchError> {
+        let last = self.blocks - (self.chunks - 1) * self.chunk_blocks;
+        let fits = |depth: usize| self.chunk_blocks.is_multiple_of(depth) && last.is_multiple_of(depth);
+        cut(up, self.blocks, self.chunks, rows, room, fits)
+    }
+}
+
+/// The cuts of both passes, up and down, with equally many staged rows: they follow one list.
+fn cuts(figures: &Figures, chip: Chip) -> Result<[Cut; 2], LaunchError> {
+    let [up, down] = [true, false].map(|up| Columns::of(figures, up));
+    let room = chip.shared_bytes;
+    let least = up.cut(true, figures.rows, room)?.staged_rows.min(down.cut(false, figures.rows, room)?.staged_rows);
+    let passes = figures.pairs.min(figures.experts + figures.pairs / least);
+    LaunchError::check_limit("the passes that a block meets", passes.div_ceil(chip.units) + 1, SPAN_MAX)?;
+    Ok([up.cut(true, least, room)?, down.cut(false, least, room)?])
 }
 
 /// How a pass is cut.
@@ -342,15 +378,14 @@ fn cut(
     }
 }
 
-/// The shared expert's activation and its last product: `[rows, hidden]` f32, rounded to bf16, in memory of the queue.
-fn shared_down(
+/// The shared expert's activation, as its last product wants it, in memory of the queue.
+fn activate(
     queue: &mut GpuQueue,
-    weights: &Shared,
     figures: &Figures,
     chip: Chip,
     [gate, up]: [&Buffer; 2],
 ) -> Result<Buffer, LaunchError> {
-    let Figures { rows, hidden, intermediate, limit, .. } = *figures;
+    let Figures { rows, intermediate, limit, .. } = *figures;
     // Where the next linear wants tiles, the activation is written as tiles.
     let tiled = chip.tiles(rows);
     let stride = intermediate.next_multiple_of(if tiled { STAGE } else { FP8_BLOCK });
@@ -359,13 +394,23 @@ fn shared_down(
         false => (rows * stride * 2, 0),
     };
     let mut activation = queue.take_scratch("experts, shared activation", bytes)?;
-    let mut out = queue.take_scratch("experts, shared out", rows * hidden * 4)?;
     let shape = ShapeBytes::new().uint(rows).uint(intermediate).uint(stride).float(limit).uint(atoms);
     let mut bindings = [Binding::Read(gate), Binding::Read(up), Binding::Write(&mut activation)];
     simple(queue, "experts_activate", &mut bindings, &shape, rows * stride)?;
-    let input = Input::Bf16 { buffer: &activation };
+    Ok(activation)
+}
+
+/// The shared expert's last product: `[rows, hidden]` f32, rounded to bf16, in memory of the queue.
+fn shared_down(
+    queue: &mut GpuQueue,
+    weights: &Shared,
+    figures: &Figures,
+    activation: &Buffer,
+) -> Result<Buffer, LaunchError> {
+    let Figures { rows, hidden, intermediate, .. } = *figures;
+    let mut out = queue.take_scratch("experts, shared out", rows * hidden * 4)?;
+    let input = Input::Bf16 { buffer: activation };
     fp8(queue, &mut [product(&weights.w2, &mut out)], intermediate, DOWN_CHUNK, rows, input)?;
-    queue.keep_scratch("experts, shared activation", activation);
     Ok(out)
 }
 

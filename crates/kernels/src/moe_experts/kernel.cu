@@ -1,7 +1,8 @@
 // moe_experts: the routed experts of a few rows, each distinct expert's weights read once
 //   up    h[p][i] = bf16(silu(min(limit, bf16(x w1^T))) * clamp(bf16(x w3^T)) * routing weight), x = row of pair p
 //   down  y[p][n] = bf16(QDQ8(h[p]) w2^T)
-// A pair is one row's pick of one expert; pairs are ordered by (expert, row), `starts` says where an expert's begin.
+// A pair is one row's pick of one expert; pairs are ordered by (expert, row), and a pass is so many of an expert's as share a
+// read of its weights. Blocks cut the slabs of all passes evenly, so that an expert of many pairs is not one block's burden.
 // in   weights, scales  packed by pack_cuda.rs: slabs of 16 rows; up holds 8 rows of w1, then the same 8 of w3
 //      x [rows, columns] float32 that holds bf16 values (up, already QDQ8'd) or h [pairs, columns] bf16 (down)
 // out  out [pairs, out_stride] bf16
@@ -19,27 +20,31 @@ struct ExpertShape {
     int staged_rows;             // 1 to 8: pairs of an expert in one pass at most
 };
 
+// Pairs of one expert that share a read of its weights.
+struct __align__(16) Pass {
+    u32 expert, first_pair, count, unused;
+};
+
 struct ExpertArgs {
     const uint4* weights;        // [experts, slabs, blocks, 32 lanes] of 16 bytes; a block is 64 columns
     const u32* scales;           // [experts, slabs, blocks, 8] words of four codes
     const void* x;
-    const u32* active;           // [active_count] expert ids
-    const u32* active_count;
-    const u32* starts;           // [active_count + 1]
+    const Pass* passes;          // [pass_count], experts ascending
+    const u32* pass_count;
     const u32* pair_row;         // [pairs]
     const float* pair_weight;    // [pairs]
     u16* out;
     ExpertShape shape;
 };
 
-constexpr int SPAN_MAX = 16;  // experts that one block meets
+constexpr int SPAN_MAX = 48;  // passes that one block meets
 constexpr int SLOT = 640;     // bytes of a block in the ring: codes and scale words of 32 lanes
 
 template <int DEPTH, bool WHOLE, bool UP>
 __device__ __forceinline__ void experts(const ExpertArgs& args) {
     extern __shared__ __align__(128) char shared_bytes[];
     const ExpertShape& shape = args.shape;
-    __shared__ u32 expert_ids[SPAN_MAX], starts[SPAN_MAX + 1];
+    __shared__ Pass passes[SPAN_MAX];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int chunks = shape.chunks, teams = blockDim.x / 32 / chunks, team = warp / chunks, chunk = warp % chunks;
     const int slabs = shape.slabs, g = lane / 4, t = lane % 4;
@@ -52,44 +57,40 @@ __device__ __forceinline__ void experts(const ExpertArgs& args) {
     char* const staged = shared_bytes + (size_t)blockDim.x * 32 + (size_t)blockDim.x / 32 * DEPTH * SLOT;
     const int rows = shape.staged_rows;
 
-    if (UP) wait_for_inputs();
-    const u32 total = *args.active_count * slabs;
+    // The launch before lets this one start only when the passes are complete: weights are on their way while it ends.
+    const u32 total = *args.pass_count * slabs;
     const u32 begin = (u64)total * blockIdx.x / gridDim.x, end = (u64)total * (blockIdx.x + 1) / gridDim.x;
-    if (begin == end) return;
-    const int first = begin / slabs, last = (end - 1) / slabs;
-    if (threadIdx.x <= last - first + 1) {
-        starts[threadIdx.x] = args.starts[first + threadIdx.x];
-        if ((int)threadIdx.x <= last - first) expert_ids[threadIdx.x] = args.active[first + threadIdx.x];
+    if (begin == end) {
+        wait_for_inputs();
+        return;
     }
+    const int first = begin / slabs, last = (end - 1) / slabs - first;
+    for (int i = threadIdx.x; i <= last; i += blockDim.x) passes[i] = args.passes[first + i];
     __syncthreads();
 
-    // A warp's units in order: within an expert its slabs, once a pass; then the next expert.
-    const auto slab_begin = [&](int a) { return a == 0 ? (int)(begin % slabs) : 0; };
-    const auto slab_end = [&](int a) { return a == last - first ? (int)((end - 1) % slabs) + 1 : slabs; };
-    const auto passes = [&](int a) { return (int)(starts[a + 1] - starts[a] + rows - 1) / rows; };
-    struct Unit { int a, pass, slab; };
+    // A warp's units in order: within a pass its slabs, then the next pass.
+    const auto slab_begin = [&](int pass) { return pass == 0 ? (int)(begin % slabs) : 0; };
+    const auto slab_end = [&](int pass) { return pass == last ? (int)((end - 1) % slabs) + 1 : slabs; };
+    struct Unit { int pass, slab; };
     const auto settle = [&](Unit u) {
-        while (u.a <= last - first && u.slab >= slab_end(u.a)) {
-            if (++u.pass >= passes(u.a)) u.a++, u.pass = 0;
-            u.slab = slab_begin(u.a) + team;
-        }
+        while (u.pass <= last && u.slab >= slab_end(u.pass)) u.slab = slab_begin(++u.pass) + team;
         return u;
     };
     const auto weights_of = [&](Unit u) {
-        return args.weights + (((size_t)expert_ids[u.a] * slabs + u.slab) * shape.blocks + first_block) * 32 + lane;
+        return args.weights + (((size_t)passes[u.pass].expert * slabs + u.slab) * shape.blocks + first_block) * 32 + lane;
     };
     const auto scales_of = [&](Unit u) {
-        return args.scales + (((size_t)expert_ids[u.a] * slabs + u.slab) * shape.blocks + first_block) * 8 + g;
+        return args.scales + (((size_t)passes[u.pass].expert * slabs + u.slab) * shape.blocks + first_block) * 8 + g;
     };
 
     const auto load = [&](int slot, const uint4* codes, const u32* scales) {
         copy_async_16(ring + slot * SLOT + lane * 16, codes);
         copy_async_4(ring + slot * SLOT + 512 + lane * 4, scales);
     };
-    Unit unit = team < teams ? settle({0, 0, slab_begin(0) + team}) : Unit{last - first + 1, 0, 0};
+    Unit unit = team < teams ? settle({0, slab_begin(0) + team}) : Unit{last + 1, 0};
     const uint4* here = args.weights;
     const u32* here_scales = args.scales;
-    if (unit.a <= last - first) {
+    if (unit.pass <= last) {
         here = weights_of(unit), here_scales = scales_of(unit);
         const uint4* from = here;
         const u32* from_scales = here_scales;
@@ -99,154 +100,152 @@ __device__ __forceinline__ void experts(const ExpertArgs& args) {
             end_copy_group();
         }
     }
-    if (!UP) wait_for_inputs();
+    wait_for_inputs();
     let_next_start();
 
     int parity = 0, folder = 0;
     wait_for_copy_groups<DEPTH - 1>();
     uint4 next_codes = *(const uint4*)(ring + lane * 16);
     u32 next_word = *(const u32*)(ring + 512 + lane * 4);
-    for (int a = 0; a <= last - first; a++) {
-        for (int pass = 0; pass < passes(a); pass++) {
-            const int pair0 = starts[a] + pass * rows, count = min((int)starts[a + 1] - pair0, rows);
-            __syncthreads();
-            // A column without a pair reads the last pair's row: it depends on nothing else and is not stored.
-            for (int row = 0; row < count; row++) {
-                const size_t first = (size_t)(UP ? args.pair_row[pair0 + row] : pair0 + row) * shape.columns;
-                for (int quad = threadIdx.x; quad < shape.blocks * 8; quad += blockDim.x) {
-                    // The last block may be half a block: columns beyond are zero.
-                    const bool present = quad * 8 < shape.columns;
-                    char* to = staged + (size_t)(quad / 4 * rows + row) * 64 + (quad & 1) * 32 + (quad >> 1 & 1) * 8;
-                    if (UP) {
-                        const float* x = (const float*)args.x + first + quad * 8;
-                        float4 low = make_float4(0.0f, 0.0f, 0.0f, 0.0f), high = low;
-                        if (present) low = *(const float4*)x, high = *(const float4*)(x + 4);
-                        *(uint2*)to = make_uint2(bf16_pair(low.x, low.y), bf16_pair(low.z, low.w));
-                        *(uint2*)(to + 16) = make_uint2(bf16_pair(high.x, high.y), bf16_pair(high.z, high.w));
+    for (int pass = 0; pass <= last; pass++) {
+        const int pair0 = passes[pass].first_pair, count = passes[pass].count;
+        __syncthreads();
+        // A column without a pair reads the last pair's row: it depends on nothing else and is not stored.
+        for (int row = 0; row < count; row++) {
+            const size_t first = (size_t)(UP ? args.pair_row[pair0 + row] : pair0 + row) * shape.columns;
+            for (int quad = threadIdx.x; quad < shape.blocks * 8; quad += blockDim.x) {
+                // The last block may be half a block: columns beyond are zero.
+                const bool present = quad * 8 < shape.columns;
+                char* to = staged + (size_t)(quad / 4 * rows + row) * 64 + (quad & 1) * 32 + (quad >> 1 & 1) * 8;
+                if (UP) {
+                    const float* x = (const float*)args.x + first + quad * 8;
+                    float4 low = make_float4(0.0f, 0.0f, 0.0f, 0.0f), high = low;
+                    if (present) low = *(const float4*)x, high = *(const float4*)(x + 4);
+                    *(uint2*)to = make_uint2(bf16_pair(low.x, low.y), bf16_pair(low.z, low.w));
+                    *(uint2*)(to + 16) = make_uint2(bf16_pair(high.x, high.y), bf16_pair(high.z, high.w));
+                    continue;
+                }
+                // Four neighbouring threads round a block of 32; rows have whole blocks, so the four are active together.
+                uint4 v = make_uint4(0, 0, 0, 0);
+                if (present) v = *(const uint4*)((const u16*)args.x + first + quad * 8);
+                u32 words[4] = {v.x, v.y, v.z, v.w};
+                u32 amax = 0;
+#pragma unroll
+                for (int j = 0; j < 4; j++) amax = max(amax, max(words[j] << 16 & 0x7fff0000u, words[j] & 0x7fff0000u));
+                const u32 four = 15u << (lane & 28);
+                amax = max(amax, __shfl_xor_sync(four, amax, 1));
+                amax = max(amax, __shfl_xor_sync(four, amax, 2));
+                const u32 code = fp8_scale(amax);
+                const float inverse = inverse_scale(code), scale = e8m0_value(code);
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    const float low = fp8_nearest(__uint_as_float(words[j] << 16) * inverse, scale);
+                    const float high = fp8_nearest(__uint_as_float(words[j] & 0xffff0000u) * inverse, scale);
+                    words[j] = __float_as_uint(low) >> 16 | (__float_as_uint(high) & 0xffff0000u);
+                }
+                *(uint2*)to = make_uint2(words[0], words[1]);
+                *(uint2*)(to + 16) = make_uint2(words[2], words[3]);
+            }
+        }
+        __syncthreads();
+        while (unit.pass == pass) {
+            // The next slab of the same pass is a step away; anything else is looked up.
+            Unit next_unit = {pass, unit.slab + teams};
+            const uint4* next = here + (size_t)teams * shape.blocks * 32;
+            const u32* next_scales = here_scales + (size_t)teams * shape.blocks * 8;
+            bool more = true;
+            if (next_unit.slab >= slab_end(pass)) {
+                next_unit = settle(next_unit);
+                more = next_unit.pass <= last;
+                next = more ? weights_of(next_unit) : here;
+                next_scales = more ? scales_of(next_unit) : here_scales;
+            }
+            const char* input = staged + (size_t)first_block * 2 * rows * 64 + min(g, count - 1) * 64 + t * 16;
+            float acc[4] = {};
+            for (int block = 0; block < chunk_blocks; block += DEPTH) {
+                const bool inside = block + DEPTH < chunk_blocks;
+                const uint4* from = inside ? here + (block + DEPTH) * 32 : next;
+                const u32* from_scales = inside ? here_scales + (block + DEPTH) * 8 : next_scales;
+                const int room = inside ? chunk_blocks - block - DEPTH : chunk_blocks;
+                const bool refill = inside || more;
+#pragma unroll
+                for (int i = 0; i < DEPTH; i++) {
+                    if (!WHOLE && block + i >= chunk_blocks) {
+                        if (refill && i < room) load(i, from + i * 32, from_scales + i * 8);
+                        end_copy_group();
                         continue;
                     }
-                    // Four neighbouring threads round a block of 32; rows have whole blocks, so the four are active together.
-                    uint4 v = make_uint4(0, 0, 0, 0);
-                    if (present) v = *(const uint4*)((const u16*)args.x + first + quad * 8);
-                    u32 words[4] = {v.x, v.y, v.z, v.w};
-                    u32 amax = 0;
-#pragma unroll
-                    for (int j = 0; j < 4; j++) amax = max(amax, max(words[j] << 16 & 0x7fff0000u, words[j] & 0x7fff0000u));
-                    const u32 four = 15u << (lane & 28);
-                    amax = max(amax, __shfl_xor_sync(four, amax, 1));
-                    amax = max(amax, __shfl_xor_sync(four, amax, 2));
-                    const u32 code = fp8_scale(amax);
-                    const float inverse = inverse_scale(code), scale = e8m0_value(code);
-#pragma unroll
-                    for (int j = 0; j < 4; j++) {
-                        const float low = fp8_nearest(__uint_as_float(words[j] << 16) * inverse, scale);
-                        const float high = fp8_nearest(__uint_as_float(words[j] & 0xffff0000u) * inverse, scale);
-                        words[j] = __float_as_uint(low) >> 16 | (__float_as_uint(high) & 0xffff0000u);
+                    // This block's codes are in registers; the next one's leave the ring while this one is computed.
+                    uint4 codes = next_codes;
+                    u32 word = next_word;
+                    wait_for_copy_groups<WHOLE ? DEPTH - 2 : 0>();
+                    if (WHOLE) {
+                        const int slot = i + 1 == DEPTH ? 0 : i + 1;
+                        next_codes = *(const uint4*)(ring + slot * SLOT + lane * 16);
+                        next_word = *(const u32*)(ring + slot * SLOT + 512 + lane * 4);
+                    } else {
+                        // The next block may be of another unit and belong into this very slot, so nothing is read ahead.
+                        codes = *(const uint4*)(ring + i * SLOT + lane * 16);
+                        word = *(const u32*)(ring + i * SLOT + 512 + lane * 4);
                     }
-                    *(uint2*)to = make_uint2(words[0], words[1]);
-                    *(uint2*)(to + 16) = make_uint2(words[2], words[3]);
+                    const uint4 b0 = *(const uint4*)input, b1 = *(const uint4*)(input + rows * 64);
+                    // Bytes: rows g and g + 8 of the first 32 columns, then of the second.
+                    const u32 f0 = power_pair_of<0>(word, 126), f1 = power_pair_of<1>(word, 126);
+                    const u32 f2 = power_pair_of<2>(word, 126), f3 = power_pair_of<3>(word, 126);
+                    u32 a[4];
+                    decode_fp4(codes.x, f0, f1, a);
+                    mma_k16(acc, a[0], a[2], a[1], a[3], b0.x, b0.y);
+                    decode_fp4(codes.y, f0, f1, a);
+                    mma_k16(acc, a[0], a[2], a[1], a[3], b0.z, b0.w);
+                    decode_fp4(codes.z, f2, f3, a);
+                    mma_k16(acc, a[0], a[2], a[1], a[3], b1.x, b1.y);
+                    decode_fp4(codes.w, f2, f3, a);
+                    mma_k16(acc, a[0], a[2], a[1], a[3], b1.z, b1.w);
+                    // The slot is free: what was read from it has been used.
+                    if (refill && (WHOLE || i < room)) load(i, from + i * 32, from_scales + i * 8);
+                    end_copy_group();
+                    input += rows * 128;
                 }
             }
-            __syncthreads();
-            while (unit.a == a && unit.pass == pass) {
-                // The next slab of the same expert is a step away; anything else is looked up.
-                Unit next_unit = {a, pass, unit.slab + teams};
-                const uint4* next = here + (size_t)teams * shape.blocks * 32;
-                const u32* next_scales = here_scales + (size_t)teams * shape.blocks * 8;
-                bool more = true;
-                if (next_unit.slab >= slab_end(a)) {
-                    next_unit = settle(next_unit);
-                    more = next_unit.a <= last - first;
-                    next = more ? weights_of(next_unit) : here;
-                    next_scales = more ? scales_of(next_unit) : here_scales;
-                }
-                const char* input = staged + (size_t)first_block * 2 * rows * 64 + min(g, count - 1) * 64 + t * 16;
-                float acc[4] = {};
-                for (int block = 0; block < chunk_blocks; block += DEPTH) {
-                    const bool inside = block + DEPTH < chunk_blocks;
-                    const uint4* from = inside ? here + (block + DEPTH) * 32 : next;
-                    const u32* from_scales = inside ? here_scales + (block + DEPTH) * 8 : next_scales;
-                    const int room = inside ? chunk_blocks - block - DEPTH : chunk_blocks;
-                    const bool refill = inside || more;
-#pragma unroll
-                    for (int i = 0; i < DEPTH; i++) {
-                        if (!WHOLE && block + i >= chunk_blocks) {
-                            if (refill && i < room) load(i, from + i * 32, from_scales + i * 8);
-                            end_copy_group();
-                            continue;
-                        }
-                        // This block's codes are in registers; the next one's leave the ring while this one is computed.
-                        uint4 codes = next_codes;
-                        u32 word = next_word;
-                        wait_for_copy_groups<WHOLE ? DEPTH - 2 : 0>();
-                        if (WHOLE) {
-                            const int slot = i + 1 == DEPTH ? 0 : i + 1;
-                            next_codes = *(const uint4*)(ring + slot * SLOT + lane * 16);
-                            next_word = *(const u32*)(ring + slot * SLOT + 512 + lane * 4);
-                        } else {
-                            // The next block may be of another unit and belong into this very slot, so nothing is read ahead.
-                            codes = *(const uint4*)(ring + i * SLOT + lane * 16);
-                            word = *(const u32*)(ring + i * SLOT + 512 + lane * 4);
-                        }
-                        const uint4 b0 = *(const uint4*)input, b1 = *(const uint4*)(input + rows * 64);
-                        // Bytes: rows g and g + 8 of the first 32 columns, then of the second.
-                        const u32 f0 = power_pair_of<0>(word, 126), f1 = power_pair_of<1>(word, 126);
-                        const u32 f2 = power_pair_of<2>(word, 126), f3 = power_pair_of<3>(word, 126);
-                        u32 a[4];
-                        decode_fp4(codes.x, f0, f1, a);
-                        mma_k16(acc, a[0], a[2], a[1], a[3], b0.x, b0.y);
-                        decode_fp4(codes.y, f0, f1, a);
-                        mma_k16(acc, a[0], a[2], a[1], a[3], b0.z, b0.w);
-                        decode_fp4(codes.z, f2, f3, a);
-                        mma_k16(acc, a[0], a[2], a[1], a[3], b1.x, b1.y);
-                        decode_fp4(codes.w, f2, f3, a);
-                        mma_k16(acc, a[0], a[2], a[1], a[3], b1.z, b1.w);
-                        // The slot is free: what was read from it has been used.
-                        if (refill && (WHOLE || i < room)) load(i, from + i * 32, from_scales + i * 8);
-                        end_copy_group();
-                        input += rows * 128;
-                    }
-                }
-                // Two sets of sums: who folds one may be late while the others fill the other.
-                float4* const set = sums + (size_t)(team * 2 + parity) * chunks * 32 + lane;
-                set[chunk * 32] = make_float4(acc[0], acc[1], acc[2], acc[3]);
-                barrier(1 + team, chunks * 32);
-                if (folder == chunk) {
-                    float4 sum = set[0];
+            // Two sets of sums: who folds one may be late while the others fill the other.
+            float4* const set = sums + (size_t)(team * 2 + parity) * chunks * 32 + lane;
+            set[chunk * 32] = make_float4(acc[0], acc[1], acc[2], acc[3]);
+            barrier(1 + team, chunks * 32);
+            if (folder == chunk) {
+                float4 sum = set[0];
 #pragma unroll 1
-                    for (int c = 1; c < chunks; c++) {
-                        const float4 v = set[c * 32];
-                        sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
-                    }
-                    const float value[4] = {sum.x, sum.y, sum.z, sum.w};
+                for (int c = 1; c < chunks; c++) {
+                    const float4 v = set[c * 32];
+                    sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+                }
+                const float value[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
-                    for (int i = 0; i < 2; i++) {
-                        const int column = 2 * t + i;
-                        if (column >= count) continue;
-                        u16* out = args.out + (size_t)(pair0 + column) * shape.out_stride;
-                        if (UP) {
-                            const float gate = min_second(shape.limit, bf16_round(value[i]));
-                            const float up = min_second(shape.limit, max_second(-shape.limit, bf16_round(value[i + 2])));
-                            out[unit.slab * 8 + g] = f32_to_bf16((gate * sigmoid_own(gate)) * up * args.pair_weight[pair0 + column]);
-                        } else {
-                            out[unit.slab * 16 + g] = f32_to_bf16(value[i]);
-                            out[unit.slab * 16 + g + 8] = f32_to_bf16(value[i + 2]);
-                        }
+                for (int i = 0; i < 2; i++) {
+                    const int column = 2 * t + i;
+                    if (column >= count) continue;
+                    u16* out = args.out + (size_t)(pair0 + column) * shape.out_stride;
+                    if (UP) {
+                        const float gate = min_second(shape.limit, bf16_round(value[i]));
+                        const float up = min_second(shape.limit, max_second(-shape.limit, bf16_round(value[i + 2])));
+                        out[unit.slab * 8 + g] = f32_to_bf16((gate * sigmoid_own(gate)) * up * args.pair_weight[pair0 + column]);
+                    } else {
+                        out[unit.slab * 16 + g] = f32_to_bf16(value[i]);
+                        out[unit.slab * 16 + g + 8] = f32_to_bf16(value[i + 2]);
                     }
                 }
-                parity ^= 1;
-                folder = folder + 1 == chunks ? 0 : folder + 1;
-                unit = next_unit, here = next, here_scales = next_scales;
             }
+            parity ^= 1;
+            folder = folder + 1 == chunks ? 0 : folder + 1;
+            unit = next_unit, here = next, here_scales = next_scales;
         }
     }
 }
 
 #define EXPERTS(name, threads, depth, whole, up) \
     extern "C" __global__ void __launch_bounds__(threads, 1) \
-        name(const uint4* weights, const u32* scales, const void* x, const u32* active, const u32* active_count, const u32* starts, \
+        name(const uint4* weights, const u32* scales, const void* x, const Pass* passes, const u32* pass_count, \
              const u32* pair_row, const float* pair_weight, u16* out, ExpertShape shape) { \
-        experts<depth, whole, up>({weights, scales, x, active, active_count, starts, pair_row, pair_weight, out, shape}); \
+        experts<depth, whole, up>({weights, scales, x, passes, pass_count, pair_row, pair_weight, out, shape}); \
     }
 EXPERTS(experts_up_10, 640, 10, true, true)
 EXPERTS(experts_up_5, 640, 5, true, true)
@@ -261,18 +260,19 @@ constexpr int TILE = 4096;        // picks that lie in shared memory at a time
 struct GroupShape {
     int rows, picks, experts;
     int align;      // of an expert's first pair: 1, or 8 where pairs go in tiles
-    int tile;       // pairs of a tile
+    int tile;       // pairs of a tile, or of a pass
 };
 
 // Sorts the picks by (expert, row). One block a 16 experts; each counts all picks, since that is quicker than to meet.
 // A pick of an expert that does not exist has no pair.
 // in   selected, routing [rows, picks]
 // out  active, active_count, starts, pair_row, pair_weight as above (starts has one entry more than there are active experts);
-//      counts [active]: pairs; tile_starts [active + 1]: tiles of pairs before the expert's; pair_row is ~0 where alignment leaves
-//      a gap; pair_of [rows, picks]: the pairs of each row in ascending expert id, ~0 for none
+//      counts [active]: pairs; tile_starts [active + 1]: tiles of pairs before the expert's; passes, pass_count: all of those
+//      tiles; pair_row is ~0 where alignment leaves a gap; pair_of [rows, picks]: the pairs of each row in ascending expert id,
+//      ~0 for none
 extern "C" __global__ void __launch_bounds__(512, 1)
     experts_group(const u32* selected, const float* routing, u32* active, u32* active_count, u32* starts, u32* pair_row,
-                  float* pair_weight, u32* pair_of, u32* counts, u32* tile_starts, GroupShape shape) {
+                  float* pair_weight, u32* pair_of, u32* counts, u32* tile_starts, Pass* passes, u32* pass_count, GroupShape shape) {
     __shared__ u32 begins[EXPERTS_MAX], sums[16], actives[16], tile_sums[16];
     __shared__ u16 ids[TILE];
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
@@ -304,10 +304,15 @@ extern "C" __global__ void __launch_bounds__(512, 1)
         if (own) {
             active[active_before] = thread, starts[active_before] = before;
             counts[active_before] = own, tile_starts[active_before] = tiles_before;
+            for (u32 i = 0; i < own_tiles; i++) {
+                const u32 first = i * shape.tile;
+                passes[tiles_before + i] = {(u32)thread, before + first, min(own - first, (u32)shape.tile), 0};
+            }
         }
         if (thread == 511) {
             active_before += own != 0;
             *active_count = active_before, starts[active_before] = before + room, tile_starts[active_before] = tiles_before + own_tiles;
+            *pass_count = tiles_before + own_tiles;
         }
         for (u32 i = own; i < room; i++) pair_row[before + i] = ~0u;
     }
@@ -355,8 +360,9 @@ struct ActivateShape {
 // there to `stride`. One warp a block of 32.
 // in   gate, up [rows, columns] float32 that holds bf16 values          out  [rows, stride] bf16, or tiles of it
 extern "C" __global__ void __launch_bounds__(256) experts_activate(const float* gate, const float* up, u16* out, ActivateShape shape) {
-    let_next_start();
+    // In this order: whoever starts next finds everything that was made before this launch, without waiting.
     wait_for_inputs();
+    let_next_start();
     const int lane = threadIdx.x % 32, blocks = shape.stride / 32;
     for (int block = blockIdx.x * 8 + threadIdx.x / 32; block < shape.rows * blocks; block += gridDim.x * 8) {
         const int row = block / blocks, column = block % blocks * 32 + lane;
