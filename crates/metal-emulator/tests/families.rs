@@ -57,6 +57,7 @@ fn emulated_cuda_has_the_bits_of_the_cpu_at_the_sizes_of_the_release() {
 fn emulated_cuda_has_the_bits_of_the_cpu_where_a_row_fills_the_shared_memory_of_an_h200() {
     if common::ready("emulated_cuda_has_the_bits_of_the_cpu_where_a_row_fills_the_shared_memory_of_an_h200") {
         hold(large_cuda_device(Rigour::Once).unwrap(), RELEASE, &[1, 2], "attention", 2);
+        hold(large_cuda_device(Rigour::Once).unwrap(), RELEASE, &[1, 3], "hyper", 3);
     }
 }
 

@@ -16,12 +16,15 @@ pub struct GpuQueue {
     pub(crate) launches: LaunchLog,
     /// See [`GpuQueue::take_scratch`].
     scratch: BTreeMap<&'static str, Buffer>,
+    /// See [`GpuQueue::take_counters`].
+    counters: BTreeMap<&'static str, Buffer>,
 }
 
 impl GpuQueue {
     /// The stream of `device`.
     pub fn new(device: &GpuDevice) -> GpuQueue {
-        GpuQueue { driver: device.driver().clone(), launches: LaunchLog::default(), scratch: BTreeMap::new() }
+        let (scratch, counters) = (BTreeMap::new(), BTreeMap::new());
+        GpuQueue { driver: device.driver().clone(), launches: LaunchLog::default(), scratch, counters }
     }
 
     /// Whose code it runs.
@@ -45,15 +48,21 @@ impl GpuQueue {
     /// # Errors
     /// [`LaunchError::DeviceMemory`] where it has to grow and can't.
     pub fn take_scratch(&mut self, name: &'static str, bytes: usize) -> Result<Buffer, LaunchError> {
-        match self.scratch.remove(name) {
-            Some(buffer) if buffer.len_bytes() >= bytes => Ok(buffer),
-            // The smaller one goes first.
-            smaller => {
-                drop(smaller);
-                let device = Device::Gpu(GpuDevice::new(self.driver.clone()));
-                Buffer::zeroed(&device, bytes)
-            }
-        }
+        take(&mut self.scratch, &self.driver, name, bytes)
+    }
+
+    /// As [`GpuQueue::take_scratch`], `count` words that are zero: every launch that uses them leaves them so. Given back with
+    /// [`GpuQueue::keep_counters`].
+    ///
+    /// # Errors
+    /// As [`GpuQueue::take_scratch`].
+    pub fn take_counters(&mut self, name: &'static str, count: usize) -> Result<Buffer, LaunchError> {
+        take(&mut self.counters, &self.driver, name, count * 4)
+    }
+
+    /// Gives counters back.
+    pub fn keep_counters(&mut self, name: &'static str, buffer: Buffer) {
+        self.counters.insert(name, buffer);
     }
 
     /// Gives working memory back.
@@ -162,5 +171,22 @@ pub(crate) fn gpu_buffer(buffer: &Buffer) -> &GpuBuffer {
     match buffer {
         Buffer::Gpu(buffer) => buffer,
         Buffer::Cpu(_) => panic!("a buffer of the CPU was given to a GPU"),
+    }
+}
+
+/// What is kept under a name, or zeroed memory where that is too small.
+fn take(
+    kept: &mut BTreeMap<&'static str, Buffer>,
+    driver: &Arc<dyn Driver>,
+    name: &'static str,
+    bytes: usize,
+) -> Result<Buffer, LaunchError> {
+    match kept.remove(name) {
+        Some(buffer) if buffer.len_bytes() >= bytes => Ok(buffer),
+        // The smaller one goes first.
+        smaller => {
+            drop(smaller);
+            Buffer::zeroed(&Device::Gpu(GpuDevice::new(driver.clone())), bytes)
+        }
     }
 }

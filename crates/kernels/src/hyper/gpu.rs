@@ -9,6 +9,9 @@ static PROGRAM: Program = program("hyper", Some(include_str!("kernel.metal")), t
 const ITEMS: usize = super::MIXES + 1;
 /// On CUDA up to this many rows have a group for each of their items; more share the weights.
 const APART_MAX: usize = 16;
+/// Up to this many rows of at most so many columns enter in one launch.
+const ENTER_APART_MAX: usize = 10;
+const ENTER_APART_HIDDEN_MAX: usize = 5120;
 const SHARING_ROWS: usize = 8;
 const SHARING_BYTES: u32 = 68_608;
 const MIX_THREADS: u32 = 256;
@@ -101,8 +104,15 @@ fn enter_metal(queue: &mut GpuQueue, args: EnterArgs<'_>, shape: &ShapeBytes) ->
 }
 
 fn enter_cuda(queue: &mut GpuQueue, args: EnterArgs<'_>, shape: &ShapeBytes) -> Result<(), LaunchError> {
-    let EnterArgs { y, streams, mix, post, comb, weights, norm, rows, hidden, normed, quantised, scratch, .. } = args;
+    let (rows, hidden) = (args.rows, args.hidden);
     LaunchError::check_limit("the hidden size", hidden, HIDDEN_MAX)?;
+    // A row of weights and the four streams.
+    let apart_bytes = count(2 * 4 * hidden * 4);
+    let apart_fits = apart_bytes <= queue.limits().shared_bytes_max;
+    if rows <= ENTER_APART_MAX && hidden <= ENTER_APART_HIDDEN_MAX && apart_fits {
+        return enter_apart(queue, args, shape, apart_bytes);
+    }
+    let EnterArgs { y, streams, mix, post, comb, weights, norm, normed, quantised, scratch, .. } = args;
     queue.launch_tuned(
         Launch {
             program: &PROGRAM,
@@ -134,10 +144,7 @@ fn enter_cuda(queue: &mut GpuQueue, args: EnterArgs<'_>, shape: &ShapeBytes) -> 
         Binding::Read(weights.base),
         Binding::Read(weights.scale),
     ];
-    // A row of weights and the four streams.
-    let apart_bytes = count(2 * 4 * hidden * 4);
-    let apart = rows <= APART_MAX && apart_bytes <= queue.limits().shared_bytes_max;
-    let (entry, groups, shared_bytes) = if apart {
+    let (entry, groups, shared_bytes) = if rows <= APART_MAX && apart_fits {
         bindings.push(Binding::Write(scratch));
         ("hyper_mixes_one", count(rows * ITEMS), apart_bytes)
     } else {
@@ -155,6 +162,44 @@ fn enter_cuda(queue: &mut GpuQueue, args: EnterArgs<'_>, shape: &ShapeBytes) -> 
         },
         OVERLAP,
     )
+}
+
+/// Everything in one launch.
+fn enter_apart(
+    queue: &mut GpuQueue,
+    args: EnterArgs<'_>,
+    shape: &ShapeBytes,
+    shared_bytes: u32,
+) -> Result<(), LaunchError> {
+    let EnterArgs { y, streams, mix, post, comb, weights, norm, rows, normed, quantised, .. } = args;
+    let mut arrivals = queue.take_counters("hyper", rows * 32)?;
+    queue.launch_tuned(
+        Launch {
+            program: &PROGRAM,
+            entry: "hyper_enter_apart",
+            bindings: &mut [
+                y.map_or(Binding::Missing, Binding::Read),
+                Binding::Write(streams),
+                Binding::Write(mix),
+                Binding::Write(post),
+                Binding::Write(comb),
+                Binding::Read(weights.function),
+                Binding::Read(weights.base),
+                Binding::Read(weights.scale),
+                Binding::Read(norm),
+                optional(normed),
+                optional(quantised),
+                Binding::Write(&mut arrivals),
+            ],
+            shape: shape.bytes(),
+            groups: count(rows * (ITEMS + 1)),
+            threads: ROW_THREADS,
+            shared_bytes,
+        },
+        OVERLAP,
+    )?;
+    queue.keep_counters("hyper", arrivals);
+    Ok(())
 }
 
 pub(super) fn run_expand(queue: &mut GpuQueue, args: ExpandArgs<'_>) -> Result<(), LaunchError> {

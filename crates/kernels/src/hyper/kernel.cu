@@ -1,13 +1,15 @@
 // hyper: the hyper-connections of four residual streams; formulas and roundings in mod.rs.
 // A sublayer enters by two launches: hyper_enter (expand, collapse, norm: a row's input), then hyper_mixes or hyper_mixes_one
-// (the next mixes), which nothing reads before the sublayer's end.
+// (the next mixes), which nothing reads before the sublayer's end; few rows by one, hyper_enter_apart.
 //
 // streams [rows, 4, hidden] f32 in place   y [rows, hidden] f32   mix, post [rows, 4] f32   comb [rows, 4, 4] f32 (source,
 // target)   function [24, 4 hidden] f32   base [24]   scale [3]   norm [hidden]   scratch [rows, 32] f32
 // grid hyper_enter, hyper_collapse: 640 threads a row, dynamic shared memory: the row. hyper_expand: a thread a column of a
 //      row, any block. hyper_mixes: 256 threads for 8 rows, dynamic shared memory: 68608 bytes. hyper_mixes_one: 256 threads
 //      for each of 25 items of a row, its outputs and its sum of squares, dynamic shared memory: a row of weights and the
-//      streams; the last to arrive (scratch holds their count) makes the mixes. hyper_tap: a thread four columns of a row
+//      streams; the last to arrive (scratch holds their count) makes the mixes. hyper_enter_apart: 640 threads for each of 26
+//      items of a row, the 25 and its input, dynamic shared memory: the streams and a row of weights; arrivals [rows, 32] words,
+//      whose last is zero before and after. hyper_tap: a thread four columns of a row
 // sum  order::dot for the products (16 lanes an output), order::sum_squares for the squares, as on the CPU; the sums of four
 //      in index order
 // max  hidden is a multiple of 32, at most 10240 (checked by launch)
@@ -298,6 +300,101 @@ hyper_mixes_one(const float* streams, float* mix, float* post, float* comb, cons
     __syncwarp();
     const float value = lane <= OUTPUTS ? from_bits(left_word(z + lane)) : 0.0f;
     make_mixes(value, mix, post, comb, base, scale, row, lane, shape);
+}
+
+// hyper_enter and hyper_mixes_one at once, hidden at most 5120: every block expands the row's streams for itself, one after the
+// other, so that a stream is added up while the next is made. The last block to arrive writes the streams and makes the mixes:
+// nobody reads the old ones any more.
+extern "C" __global__ void __launch_bounds__(ROW_THREADS)
+hyper_enter_apart(const float* y, float* streams, float* mix, float* post, float* comb, const float* function,
+                  const float* base, const float* scale, const float* norm, float* normed, float* quantised, u32* arrivals,
+                  const Shape shape) {
+    constexpr u32 ITEMS = OUTPUTS + 2, INPUT = OUTPUTS + 1, OWN = 2, COUNT = 31;
+    extern __shared__ float4 staged[];
+    __shared__ u32 arrived_before;
+    const u32 thread = threadIdx.x, lane = thread % 32, hidden = shape.hidden, quads = hidden / 4;
+    const u32 row = blockIdx.x / ITEMS, item = blockIdx.x % ITEMS;
+    float4* const weights = staged + 4 * quads;
+    // Weights do not depend on the launch before.
+    if (item < OUTPUTS) {
+        const float4* weight = (const float4*)(function + item * 4 * hidden);
+        for (u32 quad = thread; quad < 4 * quads; quad += ROW_THREADS) copy_async_16(weights + quad, weight + quad);
+    }
+    end_copy_group();
+    wait_for_inputs();
+    const bool expands = (shape.outputs & 8) != 0;
+    float4* x = (float4*)streams + row * 4 * quads;
+    const float4* out = (const float4*)y + row * quads;
+    float4 in[OWN][4], o[OWN];
+#pragma unroll
+    for (u32 i = 0; i < OWN; i++) {
+        const u32 quad = i * ROW_THREADS + thread;
+        const bool inside = quad < quads;
+#pragma unroll
+        for (u32 j = 0; j < 4; j++) in[i][j] = inside ? x[j * quads + quad] : zero_quad();
+        o[i] = inside && expands ? out[quad] : zero_quad();
+    }
+    const Expansion expansion(comb + row * 16, post + row * 4);
+    const bool adds = thread < 32 && item < OUTPUTS;
+    float sum = 0.0f;
+    wait_for_copy_groups<0>();
+#pragma unroll
+    for (u32 j = 0; j < 4; j++) {
+#pragma unroll
+        for (u32 i = 0; i < OWN; i++) {
+            const u32 quad = i * ROW_THREADS + thread;
+            float4 next = in[i][j];
+            if (expands) {
+                next.x = expansion.stream(j, in[i][0].x, in[i][1].x, in[i][2].x, in[i][3].x, o[i].x);
+                next.y = expansion.stream(j, in[i][0].y, in[i][1].y, in[i][2].y, in[i][3].y, o[i].y);
+                next.z = expansion.stream(j, in[i][0].z, in[i][1].z, in[i][2].z, in[i][3].z, o[i].z);
+                next.w = expansion.stream(j, in[i][0].w, in[i][1].w, in[i][2].w, in[i][3].w, o[i].w);
+            }
+            if (quad < quads) staged[j * quads + quad] = next;
+        }
+        __syncthreads();
+        if (adds) {
+            sum = add_products(sum, (const float*)weights + lane % 16, (const float*)staged + lane % 16, j * hidden, (j + 1) * hidden);
+        }
+    }
+    if (adds) sum = fold16(sum);
+    if (thread < 32 && item == OUTPUTS) sum = sum_squares((const float*)staged, 4 * hidden, lane);
+    if (item == INPUT) {
+        const float m[4] = {mix[row * 4], mix[row * 4 + 1], mix[row * 4 + 2], mix[row * 4 + 3]};
+        RowQuads of_row;
+        of_row.load_norm(norm, quads);
+#pragma unroll
+        for (u32 i = 0; i < ROW_QUADS; i++) {
+            const u32 quad = i * ROW_THREADS + thread;
+            of_row.u[i] = quad < quads ? collapse_quad(staged[quad], staged[quads + quad], staged[2 * quads + quad],
+                                                       staged[3 * quads + quad], m)
+                                       : zero_quad();
+        }
+        of_row.finish(weights, normed, quantised, nullptr, row, shape);
+    }
+
+    // Where the block's threads met, they had read what the last one is to write.
+    u32* const z = arrivals + row * 32;
+    if (thread == 0) {
+        if (item <= OUTPUTS) leave_word(z + item, to_bits(sum));
+        arrived_before = arrive_last(z + COUNT);
+    }
+    __syncthreads();
+    if (arrived_before != ITEMS - 1) return;
+    if (expands) {
+#pragma unroll
+        for (u32 i = 0; i < OWN; i++) {
+            const u32 quad = i * ROW_THREADS + thread;
+#pragma unroll
+            for (u32 j = 0; j < 4; j++) {
+                if (quad < quads) x[j * quads + quad] = staged[j * quads + quad];
+            }
+        }
+    }
+    if (thread >= 32) return;
+    const float value = lane <= OUTPUTS ? from_bits(left_word(z + lane)) : 0.0f;
+    make_mixes(value, mix, post, comb, base, scale, row, lane, shape);
+    if (lane == 0) leave_word(z + COUNT, 0);
 }
 
 // All outputs of 8 rows. A chunk of columns lies in shared memory while the next is on its way: weights with their second half

@@ -464,8 +464,7 @@ impl Common<'_> {
         if apart {
             let parts = operator.slabs * chunks * tiles(rows) * 512;
             partials = Some(queue.take_scratch("linear sums", parts)?);
-            // Zero at first, and left so by every launch.
-            counters = Some(queue.take_scratch("linear counters", operator.slabs * 4)?);
+            counters = Some(queue.take_counters("linear", operator.slabs)?);
         }
         let x_bytes = if self.x_is_bf16 { 2 } else { 4 };
         let first_slabs = if products.len() == 1 { operator.slabs } else { products[0].weight_rows.div_ceil(SLAB) };
@@ -493,7 +492,7 @@ impl Common<'_> {
         drop(bindings);
         if let (Some(partials), Some(counters)) = (partials, counters) {
             queue.keep_scratch("linear sums", partials);
-            queue.keep_scratch("linear counters", counters);
+            queue.keep_counters("linear", counters);
         }
         Ok(())
     }
