@@ -542,14 +542,14 @@ impl TileKernel {
     fn shared_bytes(&self) -> usize {
         let parked = if self.parked { self.weights * self.rows / 2 * 256 * 4 } else { 0 };
         let slab_bytes = if self.format == Format::Fp8 { 1024 } else { 2048 };
-        tile_shared_bytes(self.rows, self.slots, self.depth * self.weights * slab_bytes) + parked
+        tile_shared_bytes(self.rows, self.slots, 8 * self.depth * self.weights * slab_bytes) + parked
     }
 }
 
-/// Shared memory of a tile: inputs of `slots` stages and their barriers, the weights' ring of each of eight warps, and the way
-/// to the first kilobyte boundary.
-pub(crate) const fn tile_shared_bytes(rows: usize, slots: usize, ring_bytes: usize) -> usize {
-    1024 + slots * (rows * 128 + 16) + 8 * ring_bytes
+/// Shared memory of a tile: inputs of `slots` stages and their barriers, the weights' rings of all warps, and the way to the
+/// first kilobyte boundary.
+pub(crate) const fn tile_shared_bytes(rows: usize, slots: usize, rings_bytes: usize) -> usize {
+    1024 + slots * (rows * 128 + 16) + rings_bytes
 }
 
 impl Common<'_> {

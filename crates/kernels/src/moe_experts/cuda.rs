@@ -6,9 +6,7 @@
 use super::pack_cuda::{BLOCK, SLAB};
 use super::{Args, Shared};
 use crate::linear::Finish;
-use crate::linear::cuda::{
-    self, ATOM, Chip, Format, Input, Linear, STAGE, TILE_THREADS, tile_bytes, tile_shared_bytes,
-};
+use crate::linear::cuda::{self, ATOM, Chip, Format, Input, Linear, STAGE, tile_bytes, tile_shared_bytes};
 use crate::linear_fp8::Weights as Fp8Weights;
 use tf_device::gpu::{Binding, GpuQueue, Launch, Program, ShapeBytes, Tuning};
 use tf_device::{Buffer, LaunchError};
@@ -35,12 +33,24 @@ const GROUP_EXPERTS: usize = 16;
 /// Columns of a block of FP8 and of a quantised input.
 const FP8_BLOCK: usize = 32;
 
-/// Pairs of a tile, where an expert has few and where it has many.
-const TILE_PAIRS: [usize; 2] = [64, 128];
-/// Pairs an expert on average from which on the larger tile is taken.
-const MANY_PAIRS: usize = 56;
-/// Pairs an expert on average from which on tiles are quicker than passes of eight.
-const TILED_PAIRS: usize = 12;
+/// A tile of many rows.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Tile {
+    /// Of one expert.
+    pairs: usize,
+    /// That compute, a slab each; a warpgroup beside them fetches.
+    warps: usize,
+    up: &'static str,
+    down: &'static str,
+    /// Pairs an expert on average from which on it is taken.
+    from: usize,
+}
+
+const TILES: [Tile; 3] = [
+    Tile { pairs: 48, warps: 16, up: "experts_up_tile_48", down: "experts_down_tile_48", from: 12 },
+    Tile { pairs: 64, warps: 8, up: "experts_up_tile_64", down: "experts_down_tile_64", from: 44 },
+    Tile { pairs: 128, warps: 8, up: "experts_up_tile_128", down: "experts_down_tile_128", from: 56 },
+];
 /// Stages of a tile's inputs in shared memory, and bytes of a warp's ring of ten stages of weights.
 const TILE_SLOTS: usize = 5;
 const TILE_RING_BYTES: usize = 10 * SLOT;
@@ -73,8 +83,8 @@ struct Figures {
     intermediate: usize,
     /// Pairs at most, with the gaps that tiles leave between experts.
     pairs: usize,
-    /// `Some`: in tiles of so many pairs.
-    tile: Option<usize>,
+    /// `None`: in passes of few pairs.
+    tile: Option<Tile>,
     limit: f32,
 }
 
@@ -83,9 +93,8 @@ impl Figures {
         let (hidden, intermediate) = (args.weights.hidden(), args.weights.intermediate());
         let (rows, picks, experts) = (args.rows, args.picks, args.weights.experts().len());
         let pairs = rows * picks;
-        let many = pairs >= MANY_PAIRS * experts;
-        let tiled = chip.tiles(rows) && pairs >= TILED_PAIRS * experts;
-        let tile = tiled.then_some(TILE_PAIRS[usize::from(many)]);
+        let fitting = TILES.iter().rev().find(|tile| pairs >= tile.from * experts);
+        let tile = fitting.filter(|_| chip.tiles(rows)).copied();
         let gaps = if tile.is_some() { (ATOM - 1) * pairs.min(experts) } else { 0 };
         let pairs = (pairs + gaps).next_multiple_of(ATOM);
         let limit = if args.limit == 0.0 { f32::INFINITY } else { args.limit };
@@ -137,16 +146,18 @@ pub(super) fn run(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchErro
     let cuts = if figures.tile.is_some() { None } else { Some(cuts(&figures, chip)?) };
     if figures.pairs > 0 {
         let pass_rows = cuts.as_ref().map_or(PASS, |[up, _]| up.staged_rows);
-        routed.group(queue, figures.tile.unwrap_or(pass_rows))?;
+        routed.group(queue, figures.tile.map_or(pass_rows, |tile| tile.pairs))?;
     }
     // The shared expert's activation lies between: it lets the routed experts' weights come while it runs.
     let [gate, up] = shared_up(queue, &args, &figures)?;
     let activation = activate(queue, &figures, chip, [&gate, &up])?;
     if figures.pairs > 0 {
         for is_up in [true, false] {
-            match (&cuts, figures.tile) {
-                (Some([up, down]), _) => routed.pass(queue, is_up, if is_up { up } else { down })?,
-                (None, tile) => routed.tile_pass(queue, is_up, tile.unwrap_or(TILE_PAIRS[0]))?,
+            if let Some([up, down]) = &cuts {
+                routed.pass(queue, is_up, if is_up { up } else { down })?;
+            }
+            if let Some(tile) = figures.tile {
+                routed.tile_pass(queue, is_up, tile)?;
             }
         }
     }
@@ -222,7 +233,7 @@ impl Routed<'_> {
     }
 
     /// As [`Routed::pass`], for many rows: inputs as tiles, then the products of `tile.cuh`.
-    fn tile_pass(&self, queue: &mut GpuQueue, up: bool, tile: usize) -> Result<(), LaunchError> {
+    fn tile_pass(&self, queue: &mut GpuQueue, up: bool, tile: Tile) -> Result<(), LaunchError> {
         let (room, figures) = (self.room, self.figures);
         let Figures { hidden, intermediate, pairs, .. } = *figures;
         let columns = if up { hidden } else { intermediate };
@@ -257,14 +268,9 @@ impl Routed<'_> {
             self.at(room.pair_weight),
             self.at(if up { room.between } else { room.out }),
         ];
-        let entry = match (up, tile) {
-            (true, 64) => "experts_up_tile_64",
-            (true, _) => "experts_up_tile_128",
-            (false, 64) => "experts_down_tile_64",
-            (false, _) => "experts_down_tile_128",
-        };
-        let shared_bytes = tile_shared_bytes(tile, TILE_SLOTS, TILE_RING_BYTES);
-        launch(queue, entry, &mut bindings, &shape, [self.chip.units, TILE_THREADS, shared_bytes])
+        let shared_bytes = tile_shared_bytes(tile.pairs, TILE_SLOTS, tile.warps * TILE_RING_BYTES);
+        let entry = if up { tile.up } else { tile.down };
+        launch(queue, entry, &mut bindings, &shape, [self.chip.units, (tile.warps + 4) * 32, shared_bytes])
     }
 
     /// Gate, up and activation, or down.

@@ -453,17 +453,18 @@ struct ExpertTileShape {
     float limit;
 };
 
-// The experts' products for many rows, blocks that take tiles in turn: (expert, 8 slabs, N of its pairs), pairs innermost.
-template <int N, bool UP>
+// The experts' products for many rows, blocks that take tiles in turn: (expert, a slab for each of WARPS, N of its pairs), pairs
+// innermost.
+template <int N, int WARPS, bool UP>
 __device__ __forceinline__ void expert_tiles(const uint4* weights, const u32* scales, const char* x, const u32* active,
                                              const u32* active_count, const u32* starts, const u32* counts,
                                              const u32* tile_starts, const float* pair_weight, u16* out, const ExpertTileShape& shape) {
 #if HAS_WGMMA
     extern __shared__ __align__(128) char shared_bytes[];
-    using Room = TileRoom<TileFp4, 1, N, false, 5, 10>;
+    using Room = TileRoom<TileFp4, 1, N, false, 5, 10, WARPS>;
     char* const room = tile_room(shared_bytes);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const u32 slab_tiles = (shape.slabs + 7) / 8;
+    const u32 slab_tiles = (shape.slabs + WARPS - 1) / WARPS;
     Ring<Room::SLOTS> inputs;
     Ring<Room::DEPTH> ring;
     start_tiles<Room>(room);
@@ -481,11 +482,11 @@ __device__ __forceinline__ void expert_tiles(const uint4* weights, const u32* sc
         }
         const u32 own = tile_starts[low + 1] - tile_starts[low], local = tile - tile_starts[low] * slab_tiles;
         const u32 first = local % own * N;
-        return {active[low], local / own * 8, starts[low] + first, min(counts[low] - first, (u32)N)};
+        return {active[low], local / own * WARPS, starts[low] + first, min(counts[low] - first, (u32)N)};
     };
-    if (warp >= 8) {
-        give_registers();
-        if (warp > 8) return;
+    if (warp >= WARPS) {
+        give_registers<Room>();
+        if (warp > WARPS) return;
         const size_t stride = (size_t)shape.atoms * 1024;
         for (u32 index = blockIdx.x; index < total; index += gridDim.x) {
             const Tile tile = tile_at(index);
@@ -495,7 +496,7 @@ __device__ __forceinline__ void expert_tiles(const uint4* weights, const u32* sc
         }
         return;
     }
-    take_registers();
+    take_registers<Room>();
     // Weights run ahead of the products, into the next tile.
     u32 coming = blockIdx.x;
     int stage = shape.blocks;
@@ -545,13 +546,15 @@ __device__ __forceinline__ void expert_tiles(const uint4* weights, const u32* sc
 #endif
 }
 
-#define EXPERT_TILES(name, n, up) \
-    extern "C" __global__ void __launch_bounds__(TILE_THREADS, 1) \
+#define EXPERT_TILES(name, n, warps, up) \
+    extern "C" __global__ void __launch_bounds__(warps * 32 + 128, 1) \
         name(const uint4* weights, const u32* scales, const char* x, const u32* active, const u32* active_count, const u32* starts, \
              const u32* counts, const u32* tile_starts, const float* pair_weight, u16* out, ExpertTileShape shape) { \
-        expert_tiles<n, up>(weights, scales, x, active, active_count, starts, counts, tile_starts, pair_weight, out, shape); \
+        expert_tiles<n, warps, up>(weights, scales, x, active, active_count, starts, counts, tile_starts, pair_weight, out, shape); \
     }
-EXPERT_TILES(experts_up_tile_64, 64, true)
-EXPERT_TILES(experts_up_tile_128, 128, true)
-EXPERT_TILES(experts_down_tile_64, 64, false)
-EXPERT_TILES(experts_down_tile_128, 128, false)
+EXPERT_TILES(experts_up_tile_48, 48, 16, true)
+EXPERT_TILES(experts_up_tile_64, 64, 8, true)
+EXPERT_TILES(experts_up_tile_128, 128, 8, true)
+EXPERT_TILES(experts_down_tile_48, 48, 16, false)
+EXPERT_TILES(experts_down_tile_64, 64, 8, false)
+EXPERT_TILES(experts_down_tile_128, 128, 8, false)

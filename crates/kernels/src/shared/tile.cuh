@@ -1,8 +1,8 @@
 // Products of many rows on Hopper's wgmma: weights decoded into the A registers, inputs in shared memory. Each output is the same
 // chain of k16 steps per chunk, and the same fold of the chunks, as in slab.cuh, so bits are equal.
 //
-// A block has a warp that fetches inputs and two warpgroups that compute MT * 128 weight rows for N input rows; a warp owns MT slabs
-// of 16. Columns go in stages of 64. Inputs lie as shared memory wants them: [groups, stages, row atoms, 8 rows, 8 pieces] of 16
+// A block has a warp that fetches inputs and two or four warpgroups that compute MT * 64 weight rows each for N input rows; a warp
+// owns MT slabs of 16. Columns go in stages of 64. Inputs lie as shared memory wants them: [groups, stages, row atoms, 8 rows, 8 pieces] of 16
 // bytes, bf16, zero beyond the columns; row r of an atom holds piece p at r ^ p, and a group of 16 columns is in the order that
 // a lane's four columns take in the tensor core: 0 1 4 5 8 9 12 13 2 3 6 7 10 11 14 15.
 #pragma once
@@ -20,6 +20,22 @@ constexpr int TILE_THREADS = 384;  // two warpgroups, and one whose first warp f
 // d = a * b, plus d where `keep` is not zero: a 64x16 in registers, b 16xN in shared memory. On its way until `wgmma_wait`.
 template <int N>
 struct Wgmma;
+
+template <>
+struct Wgmma<48> {
+    static __device__ __forceinline__ void step(float (&d)[24], const u32* a, u64 b, int keep) {
+        asm volatile(
+            "{\n.reg .pred keep;\nsetp.ne.b32 keep, %29, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {"
+            "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23"
+            "}, {%24,%25,%26,%27}, %28, keep, 1, 1, 0;\n}\n"
+            :
+              "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+              "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));
+    }
+};
 
 template <>
 struct Wgmma<64> {
@@ -172,28 +188,32 @@ struct TileFp4 {
 };
 
 // Shared memory of a tile, from the first kilobyte boundary on: SLOTS stages of inputs, DEPTH stages of the warps' weights,
-// parked sums, barriers.
-template <class Format_, int MT_, int N_, bool PARK_, int SLOTS_, int DEPTH_>
+// parked sums, barriers. WARPS compute.
+template <class Format_, int MT_, int N_, bool PARK_, int SLOTS_, int DEPTH_, int WARPS_ = 8>
 struct TileRoom {
     using Format = Format_;
-    static constexpr int MT = MT_, N = N_, SLOTS = SLOTS_, DEPTH = DEPTH_;
+    static constexpr int MT = MT_, N = N_, SLOTS = SLOTS_, DEPTH = DEPTH_, WARPS = WARPS_;
     static constexpr bool PARK = PARK_;
     static constexpr int STAGE = N * 128;
     static constexpr int SLAB = Format::PIECES * 512 + Format::WORDS * 128;
     static constexpr int WEIGHTS_AT = SLOTS * STAGE;
-    static constexpr int SUMS_AT = WEIGHTS_AT + DEPTH * MT * 8 * SLAB;
-    static constexpr int BARRIERS_AT = SUMS_AT + (PARK ? MT * N / 2 * 256 * 4 : 0);
+    static constexpr int SUMS_AT = WEIGHTS_AT + DEPTH * MT * WARPS * SLAB;
+    static constexpr int BARRIERS_AT = SUMS_AT + (PARK ? MT * N / 2 * WARPS * 32 * 4 : 0);
 };
 
-// The warpgroup that fetches gives its registers to those that compute.
+// The warpgroup that fetches gives its registers to those that compute, two or four.
+template <class Room>
 __device__ __forceinline__ void give_registers() {
 #if HAS_WGMMA
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if constexpr (Room::WARPS == 8) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    else asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
 #endif
 }
+template <class Room>
 __device__ __forceinline__ void take_registers() {
 #if HAS_WGMMA
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    if constexpr (Room::WARPS == 8) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    else asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
 #endif
 }
 
@@ -212,7 +232,7 @@ __device__ __forceinline__ void start_tiles(char* room) {
     const u32 barriers = (u32)__cvta_generic_to_shared(room) + Room::BARRIERS_AT;
 #if HAS_WGMMA
     if (threadIdx.x == 0)
-        for (int i = 0; i < Room::SLOTS; i++) start_barrier(barriers + 8 * i, 1), start_barrier(barriers + 8 * (Room::SLOTS + i), 2);
+        for (int i = 0; i < Room::SLOTS; i++) start_barrier(barriers + 8 * i, 1), start_barrier(barriers + 8 * (Room::SLOTS + i), Room::WARPS / 4);
     asm volatile("fence.proxy.async;" ::: "memory");
 #endif
     __syncthreads();
@@ -234,7 +254,7 @@ __device__ __forceinline__ void fetch_stage(char* room, Ring<Room::SLOTS>& ring,
 template <class Room>
 __device__ __forceinline__ char* weights_place(char* room, int slot, int m) {
     const int warp = threadIdx.x / 32;
-    return room + Room::WEIGHTS_AT + ((slot * Room::MT + m) * 8 + warp) * Room::SLAB;
+    return room + Room::WEIGHTS_AT + ((slot * Room::MT + m) * Room::WARPS + warp) * Room::SLAB;
 }
 template <class Room>
 __device__ __forceinline__ void copy_weights(char* room, int slot, int m, const typename Room::Format::Source& from, int stage, int blocks) {
@@ -323,7 +343,7 @@ __device__ __forceinline__ void tile_product(char* room, Ring<Room::SLOTS>& inpu
             if constexpr (PARK) {
 #pragma unroll
                 for (int i = 0; i < SUMS / 4; i++) {
-                    float4* const at = parked + (m * (SUMS / 4) + i) * 256;
+                    float4* const at = parked + (m * (SUMS / 4) + i) * Room::WARPS * 32;
                     if (first > 0) {
                         const float4 v = *at;
                         acc[m][4 * i] = v.x + acc[m][4 * i], acc[m][4 * i + 1] = v.y + acc[m][4 * i + 1];
@@ -378,7 +398,7 @@ __device__ __forceinline__ void tile_linear(const uint4* weights0, const u8* sca
     start_tiles<Room>(room);
     let_next_start();
     if (warp >= 8) {
-        give_registers();
+        give_registers<Room>();
         if (warp > 8) return;
         wait_for_inputs();
         const size_t stride = (size_t)shape.atoms * 1024;
@@ -388,7 +408,7 @@ __device__ __forceinline__ void tile_linear(const uint4* weights0, const u8* sca
             fetch_stage<Room>(room, inputs, x + stage * stride, bytes);
         return;
     }
-    take_registers();
+    take_registers<Room>();
     typename Room::Format::Source source[MT];
 #pragma unroll
     for (int m = 0; m < MT; m++) {
