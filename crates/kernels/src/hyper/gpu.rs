@@ -10,7 +10,7 @@ const ITEMS: usize = super::MIXES + 1;
 /// On CUDA up to this many rows have a group for each of their items; more share the weights.
 const APART_MAX: usize = 16;
 /// Up to this many rows of at most so many columns enter in one launch.
-const ENTER_APART_MAX: usize = 10;
+const ENTER_APART_MAX: usize = 5;
 const ENTER_APART_HIDDEN_MAX: usize = 5120;
 const SHARING_ROWS: usize = 8;
 const SHARING_BYTES: u32 = 68_608;
