@@ -102,6 +102,9 @@ pub struct Kernel {
     module: Arc<Module>,
 }
 
+/// Dynamic shared memory from which on a kernel asks for all that a multiprocessor can give as such.
+const MUCH_SHARED: usize = 64 << 10;
+
 // SAFETY: a function is a handle into its module, which is kept.
 unsafe impl Send for Kernel {}
 // SAFETY: as above.
@@ -151,11 +154,15 @@ impl Gpu {
         }
         self.inner.enter()?;
         if shape.shared_bytes > kernel.shared_allowed.load(Ordering::Relaxed) {
-            let which = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            // SAFETY: sets one integer of an existing function; the value is within the device's limit, checked above.
-            check("cuFuncSetAttribute", unsafe {
-                sys::cuFuncSetAttribute(kernel.function, which, shape.shared_bytes as i32)
-            })?;
+            let set = |which: Attribute, value: i32| {
+                // SAFETY: sets one integer of an existing function; the bytes are within the device's limit, checked above.
+                check("cuFuncSetAttribute", unsafe { sys::cuFuncSetAttribute(kernel.function, which, value) })
+            };
+            set(Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shape.shared_bytes as i32)?;
+            // A multiprocessor drains before it divides its memory anew, so kernels that want much of it want the same.
+            if shape.shared_bytes > MUCH_SHARED {
+                set(Attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)?;
+            }
             kernel.shared_allowed.store(shape.shared_bytes, Ordering::Relaxed);
         }
         // The driver copies the arguments during the call and writes none of them.

@@ -91,7 +91,7 @@ fn run_in_tiles(queue: &mut GpuQueue, mut args: Args<'_>) -> Result<(), LaunchEr
             Sizing {
                 entry: "attention_scores_few",
                 groups: head_tiles(FEW_HEADS) * stride.div_ceil(FEW_KEYS),
-                threads: 160,
+                threads: 320,
                 shared_bytes: few_scores_bytes(head_dim),
             },
             &shape,

@@ -8,7 +8,7 @@
 //      denominators [tile_rows, heads rounded up to 4]; of few rows [rows, heads, stride]
 // out  out [rows, heads, head_dim] f32, bf16 values
 // grid attention_scores_H_K: 128 threads for H heads of a row and K of its keys; attention_softmax: 288 threads for 32 heads of
-//      a row; attention_mix_H_C: 128 threads for H heads of a row and C columns; attention_scores_few: 160 threads for 16 heads
+//      a row; attention_mix_H_C: 128 threads for H heads of a row and C columns; attention_scores_few: 320 threads for 16 heads
 //      and 20 keys; attention_mix_few: 256 threads for 8 heads and 32 columns. Dynamic shared memory as gpu.rs says
 // sum  a dot is one chain of fused multiply-adds over the columns; the denominator adds the unrounded exponentials in key
 //      order, the sink last; an output column is one chain in key order. No sum is split, so no size here changes a bit
@@ -553,7 +553,32 @@ attention_mix_32_64(const RowInfo* rows, const WindowInfo* windows, const u8* re
 
 // ---- few rows
 
-constexpr u32 FEW_HEADS = 16, FEW_KEYS = 20, FEW_SCORERS = 160;
+constexpr u32 FEW_HEADS = 16, FEW_KEYS = 20, FEW_SCORERS = 320;
+
+// Where the bytes of COUNT keys are, as record_of says: each step's loads of all of them are on their way at once.
+template <u32 COUNT>
+__device__ __forceinline__ void records_of(const Keys& keys, const u32 (&j)[COUNT], const u8* records, const u8* ring,
+                                           const u8* cache, const u32* table, const u32* of_row, const Shape& shape,
+                                           const u8* (&out)[COUNT]) {
+    const u32 bytes = shape.head_dim + shape.head_dim / 32, entry_bytes = shape.head_dim / 2 + shape.head_dim / 16;
+    u32 entry[COUNT], page[COUNT];
+    if (keys.count > 0) {
+#pragma unroll
+        for (u32 i = 0; i < COUNT; i++) entry[i] = __ldg(of_row + min(j[i], keys.count - 1));
+#pragma unroll
+        for (u32 i = 0; i < COUNT; i++) page[i] = __ldg(table + keys.slot * shape.pages_per_slot + entry[i] / shape.entries_per_page);
+    }
+#pragma unroll
+    for (u32 i = 0; i < COUNT; i++) {
+        const u32 position = keys.first + (max(j[i], keys.count) - keys.count);
+        out[i] = position >= keys.window.start
+            ? records + (u64)(keys.window.first_row + (position - keys.window.start)) * bytes
+            : ring + ((u64)keys.window.slot * shape.ring_len + position % shape.ring_len) * bytes;
+        if (j[i] < keys.count) {
+            out[i] = cache + ((u64)page[i] * shape.entries_per_page + entry[i] % shape.entries_per_page) * entry_bytes;
+        }
+    }
+}
 
 // Four steps of four chains: two items of each of two kinds.
 __device__ __forceinline__ void multiply_two(const float4 (&a)[2], const float4 (&b)[2], float (&sums)[2][2]) {
@@ -654,26 +679,14 @@ attention_scores_few(const float* q, const RowInfo* rows, const WindowInfo* wind
         wait_for_copy_groups<0>();
         return;
     }
-    constexpr u32 OWN = 2;
-    for (u32 first = thread; first < FEW_KEYS * (head_dim / 32); first += OWN * FEW_SCORERS) {
-        Packed packed[OWN];
-        bool is_entry[OWN];
-#pragma unroll
-        for (u32 i = 0; i < OWN; i++) {
-            // Past the last unit, as past the last key, the last one is read again.
-            const u32 unit = min(first + i * FEW_SCORERS, FEW_KEYS * (head_dim / 32) - 1);
-            const u32 j = min(first_key + unit % FEW_KEYS, keys.total - 1);
-            is_entry[i] = j < keys.count;
-            const u8* record = record_of(keys, j, records, ring, cache, table, of_row, shape);
-            packed[i] = packed_columns(record, is_entry[i], unit / FEW_KEYS, head_dim);
-        }
-#pragma unroll
-        for (u32 i = 0; i < OWN; i++) {
-            const u32 unit = first + i * FEW_SCORERS;
-            if (unit >= FEW_KEYS * (head_dim / 32)) continue;
-            float4* to = (float4*)(key_rows + unit % FEW_KEYS * pitch + unit / FEW_KEYS * 32);
-            unpack(packed[i], is_entry[i], [&](u32 quad, float4 values) { to[quad] = values; });
-        }
+    for (u32 unit = thread; unit < FEW_KEYS * (head_dim / 32); unit += FEW_SCORERS) {
+        // Past the last key the last one is read again.
+        const u32 j[1] = {min(first_key + unit % FEW_KEYS, keys.total - 1)};
+        const u8* record[1];
+        records_of(keys, j, records, ring, cache, table, of_row, shape, record);
+        const Packed packed = packed_columns(record[0], j[0] < keys.count, unit / FEW_KEYS, head_dim);
+        float4* to = (float4*)(key_rows + unit % FEW_KEYS * pitch + unit / FEW_KEYS * 32);
+        unpack(packed, j[0] < keys.count, [&](u32 quad, float4 values) { to[quad] = values; });
     }
     const u32 first_turned = turned / 4 * 4, turned_quads = (head_dim - first_turned) / 4;
     for (u32 i = thread; i < heads * turned_quads; i += FEW_SCORERS) {
@@ -757,12 +770,13 @@ attention_mix_few(const RowInfo* rows, const WindowInfo* windows, const u8* reco
     constexpr u32 OWN = 3;
     for (u32 first = thread; first < keys.total; first += OWN * MIXERS) {
         Packed packed[OWN];
+        u32 js[OWN];
+        const u8* places[OWN];
 #pragma unroll
-        for (u32 i = 0; i < OWN; i++) {
-            const u32 j = min(first + i * MIXERS, keys.total - 1);
-            const u8* record = record_of(keys, j, records, ring, cache, table, of_row, shape);
-            packed[i] = packed_columns(record, j < keys.count, first_column / 32, head_dim);
-        }
+        for (u32 i = 0; i < OWN; i++) js[i] = min(first + i * MIXERS, keys.total - 1);
+        records_of(keys, js, records, ring, cache, table, of_row, shape, places);
+#pragma unroll
+        for (u32 i = 0; i < OWN; i++) packed[i] = packed_columns(places[i], js[i] < keys.count, first_column / 32, head_dim);
 #pragma unroll
         for (u32 i = 0; i < OWN; i++) {
             const u32 j = first + i * MIXERS;
