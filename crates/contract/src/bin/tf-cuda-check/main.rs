@@ -25,7 +25,14 @@ use crate::random::Tally;
 use crate::speed::Timer;
 
 const LONG_ROWS: [usize; 2] = [512, 2000];
+/// Of experts, so that every size of tile occurs.
+const LONG_EXPERT_ROWS: [usize; 4] = [130, 150, 512, 2000];
 const TIMED_ROWS: [usize; 7] = [1, 6, 16, 32, 128, 512, 2048];
+
+/// A line for whoever reads along, who may leave: the records go on.
+pub(crate) fn say(line: std::fmt::Arguments<'_>) {
+    let _ = writeln!(std::io::stdout(), "{line}");
+}
 
 struct Session {
     device: Device,
@@ -48,7 +55,7 @@ impl Session {
     fn describe(&mut self) -> Result<()> {
         let gpu = &self.gpu;
         let (free, total) = (gpu.free_bytes()? >> 20, gpu.memory_bytes >> 20);
-        println!(
+        say(format_args!(
             "{}: sm_{}, driver CUDA {}, {} multiprocessors, L2 {} MiB, {free} of {total} MiB free; cubins for sm_{}",
             gpu.name,
             gpu.target(),
@@ -56,7 +63,7 @@ impl Session {
             gpu.multiprocessors,
             gpu.l2_bytes >> 20,
             cubins::targets().join(", ")
-        );
+        ));
         self.records.push(json!({
             "device": gpu.name, "target": gpu.target(), "driver": gpu.driver, "multiprocessors": gpu.multiprocessors,
             "l2_bytes": gpu.l2_bytes, "memory_bytes": gpu.memory_bytes, "clock_khz": gpu.clock_khz,
@@ -71,7 +78,8 @@ impl Session {
     fn judge(&mut self, name: &str, started: Instant, tally: &Tally) {
         let first = tally.first.as_ref().map(|text| format!("; first at {text}")).unwrap_or_default();
         let seconds = started.elapsed().as_secs_f64();
-        println!("{name:<24} {:>12} compared, {:>8} differ, {seconds:.1} s{first}", tally.compared, tally.bad);
+        let (compared, bad) = (tally.compared, tally.bad);
+        say(format_args!("{name:<24} {compared:>12} compared, {bad:>8} differ, {seconds:.1} s{first}"));
         self.failures += usize::from(tally.bad > 0 || tally.compared == 0);
         self.records.push(json!({"check": name, "compared": tally.compared, "bad": tally.bad, "first": tally.first}));
     }
@@ -118,7 +126,7 @@ impl Session {
             if self.wants(sizes.name) {
                 let started = Instant::now();
                 let mixture = Mixture::random(&self.device, sizes)?;
-                let tally = mixture.check_long(&self.device, &mut self.queue, &LONG_ROWS)?;
+                let tally = mixture.check_long(&self.device, &mut self.queue, &LONG_EXPERT_ROWS)?;
                 self.judge(&format!("long {}", sizes.name), started, &tally);
             }
         }

@@ -83,12 +83,12 @@ impl Timer<'_> {
 
     fn report(&mut self, name: &str, rows: usize, bytes: f64, operations: f64, [median, least, most]: [f64; 3]) {
         let floor = (bytes / COPY).max(operations / OPERATIONS);
-        println!(
+        crate::say(format_args!(
             "| {name} | {rows} | {median:.2} | {least:.2} to {most:.2} | {:.0} | {:.0} | {floor:.2} | {:.2} |",
             bytes / median / 1000.0,
             operations / median / 1e6,
             floor / median
-        );
+        ));
         self.records.push(json!({
             "op": name, "rows": rows, "bytes": bytes, "operations": operations, "us_median": median, "us_least": least,
             "us_most": most, "floor_us": floor, "fraction_of_floor": floor / median,
@@ -97,8 +97,8 @@ impl Timer<'_> {
     }
 
     pub(crate) fn heading(&self) {
-        println!("| op | rows | us | spread | GB/s | TFLOP/s | floor us | of floor |");
-        println!("| --- | --- | --- | --- | --- | --- | --- | --- |");
+        crate::say(format_args!("| op | rows | us | spread | GB/s | TFLOP/s | floor us | of floor |"));
+        crate::say(format_args!("| --- | --- | --- | --- | --- | --- | --- | --- |"));
     }
 
     /// Copies of the weight beyond four times the second-level cache, in turn.
