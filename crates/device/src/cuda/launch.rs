@@ -102,6 +102,26 @@ pub struct Kernel {
     module: Arc<Module>,
 }
 
+impl Kernel {
+    /// Asks the driver for `bytes` of dynamic shared memory, which are within the device's limit.
+    fn ask_for_shared(&self, bytes: usize) -> Result<(), CudaError> {
+        if bytes <= self.shared_allowed.load(Ordering::Relaxed) {
+            return Ok(());
+        }
+        let set = |which: Attribute, value: i32| {
+            // SAFETY: sets one integer of an existing function.
+            check("cuFuncSetAttribute", unsafe { sys::cuFuncSetAttribute(self.function, which, value) })
+        };
+        set(Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes as i32)?;
+        // A multiprocessor drains before it divides its memory anew, so kernels that want much of it want the same.
+        if bytes > MUCH_SHARED {
+            set(Attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)?;
+        }
+        self.shared_allowed.store(bytes, Ordering::Relaxed);
+        Ok(())
+    }
+}
+
 /// Dynamic shared memory from which on a kernel asks for all that a multiprocessor can give as such.
 const MUCH_SHARED: usize = 64 << 10;
 
@@ -153,18 +173,7 @@ impl Gpu {
             return Err(CudaError::OtherDevice { kernel: kernel.name.clone() });
         }
         self.inner.enter()?;
-        if shape.shared_bytes > kernel.shared_allowed.load(Ordering::Relaxed) {
-            let set = |which: Attribute, value: i32| {
-                // SAFETY: sets one integer of an existing function; the bytes are within the device's limit, checked above.
-                check("cuFuncSetAttribute", unsafe { sys::cuFuncSetAttribute(kernel.function, which, value) })
-            };
-            set(Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shape.shared_bytes as i32)?;
-            // A multiprocessor drains before it divides its memory anew, so kernels that want much of it want the same.
-            if shape.shared_bytes > MUCH_SHARED {
-                set(Attribute::CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100)?;
-            }
-            kernel.shared_allowed.store(shape.shared_bytes, Ordering::Relaxed);
-        }
+        kernel.ask_for_shared(shape.shared_bytes)?;
         // The driver copies the arguments during the call and writes none of them.
         let mut pointers: Vec<*mut c_void> = images.iter().map(|image| image.as_ptr().cast_mut().cast()).collect();
         let overlap = sys::CUlaunchAttribute {
