@@ -10,10 +10,32 @@ use crate::arguments::{Arguments, Mistakes};
 use crate::build;
 use crate::failure::Failure;
 use crate::load::Checked;
+use crate::options::find;
 
 /// Budget and free space where nobody says.
 const BYTES: u64 = 32 << 30;
 const MIN_FREE_BYTES: u64 = 4 << 30;
+
+/// A byte of list for so many bytes of files: no less than four bytes a token need on disk.
+const INDEX_SHARE: u64 = 256;
+/// However little may be on disk, and however much.
+const INDEX_BYTES: (u64, u64) = (2 << 20, 256 << 20);
+/// Of the memory it takes this part at most.
+const INDEX_PART: u64 = 8;
+
+/// Memory for the list of what is on disk; none without a folder. What is asked for is checked by [`options`].
+pub fn index_bytes(arguments: &Arguments, memory: Option<u64>) -> u64 {
+    if folder(arguments).is_none() {
+        return 0;
+    }
+    let bytes = arguments.bytes("cache-dir-bytes").unwrap_or(BYTES);
+    (bytes / INDEX_SHARE).clamp(INDEX_BYTES.0, INDEX_BYTES.1).min(memory.unwrap_or(u64::MAX) / INDEX_PART)
+}
+
+fn folder(arguments: &Arguments) -> Option<PathBuf> {
+    find(arguments.command, "cache-dir")?;
+    arguments.text("cache-dir").filter(|dir| *dir != "off").map(PathBuf::from)
+}
 
 /// What was asked for.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -26,8 +48,12 @@ pub struct DiskOptions {
 ///
 /// # Errors
 /// [`Mistakes`] for options that would have no effect.
-pub fn options(arguments: &Arguments, prefix_cache_bytes: u64) -> Result<Option<DiskOptions>, Mistakes> {
-    let dir = arguments.text("cache-dir").filter(|dir| *dir != "off").map(PathBuf::from);
+pub fn options(
+    arguments: &Arguments,
+    prefix_cache_bytes: u64,
+    index_bytes: u64,
+) -> Result<Option<DiskOptions>, Mistakes> {
+    let dir = folder(arguments);
     let mut mistakes = Vec::new();
     if dir.is_none() {
         for flag in ["cache-dir-bytes", "cache-dir-min-free"] {
@@ -46,6 +72,7 @@ pub fn options(arguments: &Arguments, prefix_cache_bytes: u64) -> Result<Option<
     let limits = DiskLimits {
         bytes: arguments.bytes("cache-dir-bytes").unwrap_or(BYTES),
         min_free_bytes: arguments.bytes("cache-dir-min-free").unwrap_or(MIN_FREE_BYTES),
+        index_bytes,
     };
     Ok(dir.map(|dir| DiskOptions { dir, limits }))
 }
@@ -55,7 +82,9 @@ pub fn options(arguments: &Arguments, prefix_cache_bytes: u64) -> Result<Option<
 /// # Errors
 /// When it can't be used, or another server has it.
 pub fn open(arguments: &Arguments, checked: &Checked) -> Result<Option<Disk<Folder>>, Failure> {
-    let Some(DiskOptions { dir, limits }) = options(arguments, checked.loading.prefix_cache_bytes)? else {
+    let loading = &checked.loading;
+    let asked = options(arguments, loading.prefix_cache_bytes, loading.plan.disk_index_bytes)?;
+    let Some(DiskOptions { dir, limits }) = asked else {
         return Ok(None);
     };
     let disk = disk::open(&dir, limits, identity(checked), report(&dir));
@@ -93,16 +122,17 @@ mod tests {
     fn options_of(line: &str, prefix_cache_bytes: u64) -> Result<Option<DiskOptions>, String> {
         let words: Vec<String> = line.split(' ').map(str::to_owned).collect();
         let Ok(Request::Run(arguments)) = parse(&words, &Environment::of(&[])) else { panic!("{line}") };
-        options(&arguments, prefix_cache_bytes).map_err(|mistakes| mistakes.to_string())
+        let index_bytes = index_bytes(&arguments, Some(1 << 30));
+        options(&arguments, prefix_cache_bytes, index_bytes).map_err(|mistakes| mistakes.to_string())
     }
 
     #[test]
     fn a_folder_has_limits_and_limits_need_a_folder() {
         assert_eq!(options_of("serve", 1), Ok(None));
-        let limits = DiskLimits { bytes: 32 << 30, min_free_bytes: 4 << 30 };
+        let limits = DiskLimits { bytes: 32 << 30, min_free_bytes: 4 << 30, index_bytes: 128 << 20 };
         assert_eq!(options_of("serve --cache-dir /x", 1), Ok(Some(DiskOptions { dir: "/x".into(), limits })));
         let line = "serve --cache-dir /x --cache-dir-bytes 3MiB --cache-dir-min-free 0";
-        let limits = DiskLimits { bytes: 3 << 20, min_free_bytes: 0 };
+        let limits = DiskLimits { bytes: 3 << 20, min_free_bytes: 0, index_bytes: 2 << 20 };
         assert_eq!(options_of(line, 1), Ok(Some(DiskOptions { dir: "/x".into(), limits })));
         let error = options_of("serve --cache-dir-bytes 3MiB --cache-dir-min-free 1", 1).unwrap_err();
         assert!(

@@ -171,7 +171,7 @@ fn plan_json(loading: &Loading, shape: Option<&Shape>) -> Json {
 }
 
 /// The plan's parts by name, in the order of the list.
-pub fn parts(plan: &MemoryPlan) -> [(&'static str, u64); 12] {
+pub fn parts(plan: &MemoryPlan) -> [(&'static str, u64); 13] {
     [
         ("embedding", plan.weights.embedding),
         ("head", plan.weights.head),
@@ -184,12 +184,13 @@ pub fn parts(plan: &MemoryPlan) -> [(&'static str, u64); 12] {
         ("kept states", plan.kept_bytes),
         ("indexer scratch", plan.indexer_bytes),
         ("activations", plan.activation_bytes),
+        ("disk index", plan.disk_index_bytes),
         ("program", plan.program_bytes),
     ]
 }
 
 /// The plan as `/memory` names its parts. The n-gram tables stay mapped and are no part of the sum.
-pub fn memory_plan(plan: &MemoryPlan) -> [(&'static str, u64); 7] {
+pub fn memory_plan(plan: &MemoryPlan) -> [(&'static str, u64); 8] {
     let weights = &plan.weights;
     [
         ("weights", weights.embedding + weights.head + weights.dense + weights.draft),
@@ -198,6 +199,7 @@ pub fn memory_plan(plan: &MemoryPlan) -> [(&'static str, u64); 7] {
         ("kv", u64::from(plan.slots) * plan.slot_bytes + plan.page_bytes),
         ("snapshots", plan.kept_bytes),
         ("scratch", plan.indexer_bytes + plan.activation_bytes),
+        ("disk_index", plan.disk_index_bytes),
         ("program", plan.program_bytes),
     ]
 }

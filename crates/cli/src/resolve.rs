@@ -17,6 +17,7 @@ use tf_server::{ReasoningField, ReasoningLimits, SamplingDefaults};
 use tf_text::chat::openai::{Defaults, parse_effort};
 
 use crate::arguments::{Arguments, Mistakes, Value};
+use crate::disk;
 use crate::machine::{self, Memory};
 
 /// Slots that `--parallel auto` takes where they fit.
@@ -92,6 +93,7 @@ pub fn loading(arguments: &Arguments, shape: &Shape, memory: Option<Memory>) -> 
     let with_pages = |slots: u32, context: u32, pages: u32, kept_bytes: u64| MemoryPlan {
         kept_bytes,
         program_bytes: PROGRAM_BYTES,
+        disk_index_bytes: disk::index_bytes(arguments, budget),
         ..MemoryPlan::new(shape, slots, context, round_rows, threads, Some(pages))
     };
     let page_bytes = with_pages(1, 1, 1, 0).page_bytes.max(1);

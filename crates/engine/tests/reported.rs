@@ -3,11 +3,11 @@
 mod common;
 
 use common::{LIMITS, SEED, answer, answers, engine, engine_with_disk, read, text, waiting_engine};
-use tf_engine::disk::{Disk, DiskIdentity, DiskLimits};
+use tf_engine::disk::{Disk, DiskIdentity, DiskLimits, DiskStats};
 use tf_engine::testing::Random;
 use tf_engine::testing::disk::SimulatedDisk;
 use tf_engine::testing::simulate::plain_reply;
-use tf_engine::{CacheSource, Finished, Request};
+use tf_engine::{CacheSource, EngineHandle, Finished, Request};
 
 const PLENTY: u64 = 1 << 30;
 
@@ -144,7 +144,7 @@ fn a_title_request_beside_a_long_conversation_does_not_evict_it() {
 }
 
 fn open(disk: &SimulatedDisk, bytes: u64) -> Disk<SimulatedDisk> {
-    let limits = DiskLimits { bytes, min_free_bytes: 0 };
+    let limits = DiskLimits { bytes, min_free_bytes: 0, index_bytes: 1 << 30 };
     Disk::new(disk.clone(), limits, DiskIdentity::of(&["reported"]), std::sync::Arc::new(|_| {}))
         .expect("it can be listed")
 }
@@ -199,30 +199,63 @@ fn a_full_disk_costs_nothing_but_its_prefixes() {
 }
 
 #[test]
-fn a_disk_that_others_fill_loses_no_file_and_is_written_again_when_they_leave() {
+fn a_server_that_keeps_prefixes_for_days_takes_no_more_memory_for_their_list() {
     let disk = new_disk(1 << 40);
-    let limits = DiskLimits { bytes: PLENTY, min_free_bytes: 1 << 30 };
+    let limits = DiskLimits { bytes: PLENTY, min_free_bytes: 0, index_bytes: 6000 };
     let opened = Disk::new(disk.clone(), limits, DiskIdentity::of(&["reported"]), std::sync::Arc::new(|_| {}));
     let (handle, thread) = engine_with_disk(PLENTY, opened.expect("it can be listed"));
-    let mut texts = 0_u32..;
-    let mut more = |count: usize| {
-        for index in texts.by_ref().take(count) {
-            answer(&handle, Request::greedy(&text(500 + index, 200), 5));
-        }
-        handle.stats().disk
-    };
-    let mut before = more(8);
-    while before.writes < 4 {
-        before = more(1);
+    for index in 0..30 {
+        answer(&handle, Request::greedy(&text(700 + index, 300), 5));
+        std::thread::sleep(std::time::Duration::from_millis(1));
+        assert!(handle.stats().disk.index_bytes <= 6000);
     }
+    handle.drain();
+    thread.join().expect("the engine ends");
+    let stats = handle.stats().disk;
+    assert!(stats.evictions > 0 && stats.files > 0 && stats.index_bytes <= 6000, "{stats:?}");
+    // A server with less memory opens the same folder.
+    let limits = DiskLimits { index_bytes: 2000, ..limits };
+    let opened = Disk::new(disk, limits, DiskIdentity::of(&["reported"]), std::sync::Arc::new(|_| {}));
+    let (handle, thread) = engine_with_disk(PLENTY, opened.expect("it can be listed"));
+    answer(&handle, Request::greedy(&text(800, 20), 5));
+    let stats = handle.stats().disk;
+    assert!(stats.files > 0 && stats.index_bytes <= 2000, "{stats:?}");
+    handle.drain();
+    thread.join().expect("the engine ends");
+}
+
+/// Sends prompts until the disk's figures are as wanted: the workers have threads of their own.
+fn until(
+    handle: &EngineHandle,
+    texts: &mut std::ops::RangeFrom<u32>,
+    what: &str,
+    holds: impl Fn(&DiskStats) -> bool,
+) -> DiskStats {
+    for index in texts.take(500) {
+        let stats = handle.stats().disk;
+        if holds(&stats) {
+            return stats;
+        }
+        answer(handle, Request::greedy(&text(index, 300), 5));
+        std::thread::sleep(std::time::Duration::from_millis(1));
+    }
+    panic!("waited in vain for {what}: {:?}", handle.stats().disk);
+}
+
+#[test]
+fn a_disk_that_others_fill_loses_no_file_and_is_written_again_when_they_leave() {
+    let disk = new_disk(1 << 40);
+    let limits = DiskLimits { bytes: PLENTY, min_free_bytes: 1 << 30, index_bytes: 1 << 30 };
+    let opened = Disk::new(disk.clone(), limits, DiskIdentity::of(&["reported"]), std::sync::Arc::new(|_| {}));
+    let (handle, thread) = engine_with_disk(PLENTY, opened.expect("it can be listed"));
+    let mut texts = 500..;
+    let before = until(&handle, &mut texts, "some files", |stats| stats.writes >= 4);
     let own = disk.own_bytes();
     disk.set_capacity(1 << 20);
-    let full = more(12);
-    assert!(full.write_failures > 0, "{full:?}");
+    let full = until(&handle, &mut texts, "a full disk", |stats| stats.write_failures > 0);
     assert!(full.evictions == 0 && disk.own_bytes() >= own, "{before:?} {full:?}");
     disk.set_capacity(1 << 40);
-    let after = more(12);
-    assert!(after.writes > full.writes, "{full:?} {after:?}");
+    until(&handle, &mut texts, "another file", |stats| stats.writes > full.writes);
     handle.drain();
     thread.join().expect("the engine ends");
 }
@@ -231,22 +264,12 @@ fn a_disk_that_others_fill_loses_no_file_and_is_written_again_when_they_leave() 
 fn a_disk_that_was_full_to_the_last_byte_is_written_again_when_there_is_room() {
     let disk = new_disk(9000);
     let (handle, thread) = engine_with_disk(PLENTY, open(&disk, PLENTY));
-    for index in 0..6 {
-        answer(&handle, Request::greedy(&text(600 + index, 300), 5));
-    }
+    let mut texts = 600..;
+    until(&handle, &mut texts, "a file", |stats| stats.writes > 0);
     disk.set_capacity(5);
-    for index in 0..20 {
-        answer(&handle, Request::greedy(&text(620 + index, 300), 5));
-    }
-    let full = handle.stats().disk;
-    assert!(full.write_failures > 0, "{full:?}");
+    let full = until(&handle, &mut texts, "a full disk", |stats| stats.write_failures > 0);
     disk.set_capacity(1 << 40);
-    let mut prompts = 0;
-    while handle.stats().disk.writes == full.writes {
-        assert!(prompts < 500, "nothing is written any more: {:?}", handle.stats().disk);
-        answer(&handle, Request::greedy(&text(1000 + prompts, 300), 5));
-        prompts += 1;
-    }
+    until(&handle, &mut texts, "another file", |stats| stats.writes > full.writes);
     handle.drain();
     thread.join().expect("the engine ends");
 }

@@ -55,7 +55,7 @@ impl Server {
             of_report.lock().expect("nothing panics beside it").push(event.to_string());
         });
         let identity = DiskIdentity::of(&[&model.cache_layout().identity(true)]);
-        let limit = DiskLimits { bytes: 1 << 30, min_free_bytes: 0 };
+        let limit = DiskLimits { bytes: 1 << 30, min_free_bytes: 0, index_bytes: 1 << 30 };
         let disk = dir.map(|dir| disk::open(dir, limit, identity, report).expect("it can be written"));
         let (engine, thread) = spawn_with_disk(model, limits, Arc::new(WallClock::new()), disk).expect("these fit");
         Server { engine, thread, events }
@@ -278,7 +278,7 @@ fn no_bytes_make_the_model_panic_or_lose_a_page() {
 #[test]
 fn a_directory_in_use_is_said_at_the_start() {
     let folder = Folder::new("in-use");
-    let limits = DiskLimits { bytes: 1 << 20, min_free_bytes: 0 };
+    let limits = DiskLimits { bytes: 1 << 20, min_free_bytes: 0, index_bytes: 1 << 30 };
     let open = || disk::open(&folder.0, limits, DiskIdentity::of(&["a"]), Arc::new(|_| {}));
     let first = open().expect("nobody has it");
     let second = open().err().expect("the first has it").to_string();

@@ -56,7 +56,8 @@ pub fn report(config: &ServerConfig, engine: &EngineHandle) -> Value {
     if disk.budget_bytes > 0 {
         report["disk_cache"] = json!({
             "budget_bytes": disk.budget_bytes, "files": disk.files, "used_bytes": disk.bytes, "hits": disk.hits,
-            "evictions": disk.evictions, "write_failures": disk.write_failures, "refused": disk.refused.iter().sum::<u64>()
+            "index_bytes": disk.index_bytes, "evictions": disk.evictions, "write_failures": disk.write_failures,
+            "refused": disk.refused.iter().sum::<u64>()
         });
     }
     if let Some(process) = Process::own() {

@@ -41,6 +41,8 @@ pub struct DiskLimits {
     pub bytes: u64,
     /// Nothing is written that would leave less than this free on the disk.
     pub min_free_bytes: u64,
+    /// Memory for what is known of the files: their tokens, above all.
+    pub index_bytes: u64,
 }
 
 /// What must be equal for a file to be read: weights, numerics, build, backend and the layout of records.
@@ -108,12 +110,14 @@ pub enum DiskEvent {
 /// Where events go.
 pub type Report = Arc<dyn Fn(DiskEvent) + Send + Sync>;
 
-/// Figures of the disk tier; all but the first three only grow.
+/// Figures of the disk tier; all but the first four only grow.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DiskStats {
     pub files: u64,
     pub bytes: u64,
     pub budget_bytes: u64,
+    /// Memory that the list of the files takes.
+    pub index_bytes: u64,
     /// Prompts that resumed from a file, and prefixes that were read for them.
     pub hits: u64,
     pub loads: u64,

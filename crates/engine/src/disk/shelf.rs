@@ -23,6 +23,13 @@ use crate::request::Position;
 const UNWRITTEN_MAX: usize = 4096;
 /// States that stay for the disk's sake after memory let them go.
 const LEAVING_MAX: usize = 4;
+/// What a file takes in memory beside its tokens, with the maps' own share.
+const ENTRY_BYTES: u64 = 512;
+
+/// What a file of so many tokens takes in memory while it is on disk.
+fn entry_bytes(token_count: usize) -> u64 {
+    ENTRY_BYTES + (token_count * size_of::<TokenId>()) as u64
+}
 
 #[derive(Clone, Debug)]
 struct Stored {
@@ -114,6 +121,8 @@ pub struct Shelf<S> {
     writes: Orders,
     reads: Orders,
     budget: u64,
+    index_budget: u64,
+    index_bytes: u64,
     /// What the disk is thought to have room for, where it once had no more.
     room: u64,
     /// The last write found the disk full.
@@ -142,13 +151,15 @@ impl<S: Clone> Shelf<S> {
     /// What `disk` holds, and the workers that serve it. `sink` gets their news.
     pub fn new<F: Files>(mut disk: Disk<F>, sink: Sink) -> (Self, [Worker<F>; 2]) {
         let (found, stale) = (std::mem::take(&mut disk.found), std::mem::take(&mut disk.stale));
-        let (budget, identity, next_id) = (disk.limits.bytes, disk.identity, disk.next_id);
+        let (limits, identity, next_id) = (disk.limits, disk.identity, disk.next_id);
         let stats = DiskStats { refused: disk.refused, ..DiskStats::default() };
         let ([writes, reads], workers) = disk.connect(&sink);
         let mut shelf = Shelf {
             writes: Orders { sender: writes, waiting: VecDeque::new() },
             reads: Orders { sender: reads, waiting: VecDeque::new() },
-            budget,
+            budget: limits.bytes,
+            index_budget: limits.index_bytes,
+            index_bytes: 0,
             room: u64::MAX,
             is_full: false,
             identity,
@@ -172,7 +183,7 @@ impl<S: Clone> Shelf<S> {
             shelf.add(id, header, Some(checksum), age as u64);
         }
         // A smaller budget than the last time.
-        shelf.make_room(0, f64::INFINITY);
+        shelf.make_room(0, 0, f64::INFINITY);
         (shelf, workers)
     }
 
@@ -184,11 +195,18 @@ impl<S: Clone> Shelf<S> {
 
     /// What is there and what happened so far.
     pub fn stats(&self) -> DiskStats {
-        DiskStats { files: self.files.len() as u64, bytes: self.bytes, budget_bytes: self.budget, ..self.stats }
+        DiskStats {
+            files: self.files.len() as u64,
+            bytes: self.bytes,
+            budget_bytes: self.budget,
+            index_bytes: self.index_bytes,
+            ..self.stats
+        }
     }
 
     fn add(&mut self, id: FileId, header: Header, checksum: Option<Checksum>, last_use: u64) {
         self.bytes += header.file_bytes();
+        self.index_bytes += entry_bytes(header.tokens.len());
         let base = if header.first_page > 0 { self.base_of(&header) } else { None };
         let depth = base.map_or(0, |base| {
             base.builders += 1;
@@ -208,6 +226,7 @@ impl<S: Clone> Shelf<S> {
     fn remove(&mut self, tokens: &Arc<[TokenId]>) {
         let Some(stored) = self.files.remove(tokens) else { return };
         self.bytes -= stored.header.file_bytes();
+        self.index_bytes -= entry_bytes(tokens.len());
         self.tokens_of.remove(&stored.id);
         if stored.header.first_page > 0
             && let Some(base) = self.base_of(&stored.header)
@@ -504,7 +523,8 @@ impl<S: Clone> Shelf<S> {
         if let Some(stored) = self.base_of(&header) {
             stored.builders += 1;
         }
-        let room = self.make_room(header.file_bytes(), self.value(tokens.len(), 1, since));
+        let index = entry_bytes(tokens.len());
+        let room = self.make_room(header.file_bytes(), index, self.value(tokens.len(), 1, since));
         if let Some(stored) = self.base_of(&header) {
             stored.builders -= 1;
         }
@@ -550,17 +570,22 @@ impl<S: Clone> Shelf<S> {
         }
     }
 
-    /// Lets the least valuable files go until `bytes` more fit. Not where that would take something worth more than
+    /// Lets the least valuable files go until `bytes` more fit, and `index` more in memory. Not where that would take something worth more than
     /// `value`, or everything isn't enough; later where the least valuable one isn't written yet.
-    fn make_room(&mut self, bytes: u64, value: f64) -> Beginning {
+    fn make_room(&mut self, bytes: u64, index: u64, value: f64) -> Beginning {
+        if index > self.index_budget {
+            return Beginning::NotWorth;
+        }
         let budget = self.budget.min(self.room);
         if bytes > budget {
             // Nothing is written now, so that only this finds out whether the disk has room again.
             self.room = self.room.saturating_add(bytes / 8);
             return Beginning::NotWorth;
         }
-        while self.bytes + bytes > budget {
-            if let Some((id, stale)) = self.stale.pop() {
+        while self.bytes + bytes > budget || self.index_bytes + index > self.index_budget {
+            if self.bytes + bytes > budget
+                && let Some((id, stale)) = self.stale.pop()
+            {
                 self.bytes -= stale;
                 self.writes.waiting.push_back(Order::Remove(id));
                 continue;
@@ -735,6 +760,9 @@ impl<S: Clone> Shelf<S> {
         }
         assert_eq!(self.bytes, bytes, "bytes on disk are miscounted");
         assert!(self.bytes <= self.budget, "the disk's budget is exceeded");
+        let index: u64 = self.files.keys().map(|tokens| entry_bytes(tokens.len())).sum();
+        assert_eq!(self.index_bytes, index, "the list's memory is miscounted");
+        assert!(index <= self.index_budget, "the list of the files takes more than its memory");
     }
 }
 

@@ -38,6 +38,8 @@ pub struct MemoryPlan {
     pub activation_bytes: u64,
     /// What the program takes beside the model. Whoever serves sets this.
     pub program_bytes: u64,
+    /// The list of what is kept on disk. Whoever serves sets this.
+    pub disk_index_bytes: u64,
 }
 
 impl MemoryPlan {
@@ -60,6 +62,7 @@ impl MemoryPlan {
             indexer_bytes: scores as u64,
             activation_bytes: activations as u64,
             program_bytes: 0,
+            disk_index_bytes: 0,
         }
     }
 
@@ -70,7 +73,8 @@ impl MemoryPlan {
 
     /// What doesn't depend on how many requests run.
     pub fn fixed_bytes(&self) -> u64 {
-        self.weights.resident() + self.indexer_bytes + self.activation_bytes + self.program_bytes
+        let beside = self.program_bytes + self.disk_index_bytes;
+        self.weights.resident() + self.indexer_bytes + self.activation_bytes + beside
     }
 
     /// One request that fills the whole context.
