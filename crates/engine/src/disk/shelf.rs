@@ -570,8 +570,9 @@ impl<S: Clone> Shelf<S> {
         }
     }
 
-    /// Lets the least valuable files go until `bytes` more fit, and `index` more in memory. Not where that would take something worth more than
-    /// `value`, or everything isn't enough; later where the least valuable one isn't written yet.
+    /// Lets the least valuable files go until `bytes` more fit, and `index` more in memory. Not where that would take
+    /// something worth more than `value`, or everything isn't enough; later where the least valuable one isn't written
+    /// yet.
     fn make_room(&mut self, bytes: u64, index: u64, value: f64) -> Beginning {
         if index > self.index_budget {
             return Beginning::NotWorth;
