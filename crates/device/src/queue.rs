@@ -157,6 +157,17 @@ impl Queue {
         to.write(first, from)
     }
 
+    /// Says that a round ends or begins here, so that a GPU can start it as one and find the next one equal. Waits for nothing.
+    ///
+    /// # Errors
+    /// [`LaunchError::Device`].
+    pub fn submit(&mut self) -> Result<(), LaunchError> {
+        match self {
+            Queue::Cpu(_) => Ok(()),
+            Queue::Gpu(queue) => queue.driver().submit(),
+        }
+    }
+
     /// Waits until everything launched is done.
     ///
     /// # Errors

@@ -6,8 +6,9 @@ mod common;
 mod goldens;
 mod production;
 
-use production::{cases, tiny_a};
+use production::{Piece, cases, logits, tiny_a};
 use tf_device::Device;
+use tf_device::gpu::rounds::Giving;
 use tf_kernels::cubins;
 use tf_model::deepseek_v41::laws::{Extent, LAWS, Law};
 use tf_model::deepseek_v41::{DeepseekV41, Fault, Options};
@@ -56,4 +57,45 @@ fn the_laws_hold_and_planted_faults_are_noticed() {
         }
     }
     assert!(broken.is_empty(), "{}", broken.join("\n"));
+}
+
+/// Rounds of changing slots and windows, so that graphs are made, changed and left.
+#[test]
+fn rounds_as_graphs_give_the_bits_of_launches_one_by_one() {
+    if !is_ready() {
+        return;
+    }
+    let case = tiny_a();
+    let mut models = [Giving::OneByOne, Giving::Pieces, Giving::Whole].map(|giving| {
+        let mut model = model(Options { slots: 4, ..Options::default() });
+        model.give_rounds(giving).expect("the GPU switches");
+        model
+    });
+    let mut lengths = [0; 4];
+    let mut compared = 0;
+    for round in 0..60 {
+        let slots = 1 + (round / 10 + round % 2) % 4;
+        let rows = if round % 7 == 3 { 5 } else { 1 };
+        let pieces: Vec<Piece<'_>> = (0..slots)
+            .map(|slot| {
+                let start = lengths[slot];
+                Piece::reply(slot as u32, start as u32, &case.tokens[start..start + rows])
+            })
+            .collect();
+        let [wanted, in_pieces, whole] = models.each_mut().map(|model| logits(model, &pieces));
+        assert_eq!(wanted.len(), slots * rows);
+        assert!(in_pieces == wanted, "round {round} of {slots} slots with {rows} rows each differs in pieces");
+        assert!(whole == wanted, "round {round} of {slots} slots with {rows} rows each differs as one graph");
+        compared += 2 * wanted.len();
+        lengths[..slots].iter_mut().for_each(|length| *length += rows);
+    }
+    let [one_by_one, in_pieces, whole] = models.map(|model| model.round_counts());
+    eprintln!("{compared} rows compared; {in_pieces:?}, {whole:?}");
+    assert_eq!(one_by_one.replayed, 0);
+    assert!(in_pieces.replayed > whole.replayed, "rounds are longer than a piece");
+    for counts in [in_pieces, whole] {
+        assert!(counts.replayed > 30);
+        assert!(counts.changed > 0);
+        assert_eq!(counts.rebuilt, 0, "the driver refused to change a launch of a graph");
+    }
 }

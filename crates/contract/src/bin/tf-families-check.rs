@@ -8,7 +8,7 @@ use anyhow::{Context, Result, bail};
 use serde_json::json;
 use std::io::Write;
 use tf_contract::families::{DEMO, Outcome, RELEASE, Sizes, TINY, Timer, check, check_draws};
-use tf_device::cuda::{CudaError, Gpu, device};
+use tf_device::cuda::{CudaError, Gpu, Trial, device_on_trial};
 use tf_device::{Device, LaunchError, Queue};
 use tf_kernels::cubins;
 
@@ -37,7 +37,8 @@ fn main() -> Result<()> {
         bail!("usage: tf-families-check [check] [time] [--only NAME] [--out FILE], with check, time or both");
     }
     let mut file = out.map(|path| std::fs::File::create(&path).with_context(|| path.clone())).transpose()?;
-    let device = device(0, cubins::find)?;
+    // Its stream is captured, so launches have to be in it.
+    let device = device_on_trial(0, cubins::find, Trial::default())?;
     let Device::Gpu(gpu) = &device else { bail!("CUDA devices are GPUs") };
     let mut queue = Queue::gpu(gpu);
     println!("{}, sm_{}", gpu.name(), gpu.limits().target);

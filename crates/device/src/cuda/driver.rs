@@ -1,8 +1,10 @@
 //! A CUDA GPU behind the face of all GPUs.
 
-use super::launch::{Kernel, Module, Shape};
+use super::launch::{Kernel, Module};
+use super::rounds::{RoundGraph, Stream, shape_of};
 use super::staging::Staging;
 use super::{CudaError, Gpu};
+use crate::gpu::rounds::{Arena, Counts, Cut, Giving, Recorded, Rounds};
 use crate::gpu::{Argument, Backend, Block, Call, Driver, GpuDevice, GpuLimits, Program, Span};
 use crate::{Device, LaunchError};
 use cudarc::driver::sys;
@@ -15,7 +17,8 @@ type Cubins = Box<dyn Fn(&str, &str) -> Option<&'static [u8]> + Send + Sync>;
 /// The most threads and dynamic shared bytes that launches asked for, by program and entry.
 pub type Asked = Arc<Mutex<BTreeMap<(&'static str, &'static str), (u32, u32)>>>;
 
-/// A device that is tried: less of it than there is, so that launches are cut otherwise, and a record of them.
+/// A device that is tried: less of it than there is, so that launches are cut otherwise, and a record of them. It launches
+/// what it is given at once, so that its stream can be captured.
 #[derive(Clone, Debug, Default)]
 pub struct Trial {
     /// Multiprocessors at most.
@@ -29,7 +32,7 @@ pub struct Trial {
 /// Writes up to this size go through pinned memory and are not waited for.
 const STAGED_BYTES_MAX: usize = 64 << 10;
 
-/// GPU `ordinal` as a device whose programs come from `cubins`.
+/// GPU `ordinal` as a device whose programs come from `cubins`. Rounds run as graphs.
 ///
 /// # Errors
 /// As [`Gpu::open`].
@@ -37,7 +40,7 @@ pub fn device(
     ordinal: usize,
     cubins: impl Fn(&str, &str) -> Option<&'static [u8]> + Send + Sync + 'static,
 ) -> Result<Device, CudaError> {
-    device_on_trial(ordinal, cubins, Trial::default())
+    opened(ordinal, Box::new(cubins), Trial::default(), Giving::default())
 }
 
 /// As [`device`], on trial.
@@ -49,6 +52,10 @@ pub fn device_on_trial(
     cubins: impl Fn(&str, &str) -> Option<&'static [u8]> + Send + Sync + 'static,
     trial: Trial,
 ) -> Result<Device, CudaError> {
+    opened(ordinal, Box::new(cubins), trial, Giving::OneByOne)
+}
+
+fn opened(ordinal: usize, cubins: Cubins, trial: Trial, giving: Giving) -> Result<Device, CudaError> {
     let gpu = Gpu::open(ordinal)?;
     let at_most = |most: Option<u32>, value: u32| most.map_or(value, |most| most.min(value));
     let limits = GpuLimits {
@@ -59,22 +66,115 @@ pub fn device_on_trial(
         memory_bytes: gpu.memory_bytes,
         target: gpu.target(),
     };
-    let staging = Mutex::new(Staging::new(&gpu)?);
-    let (cubins, asked) = (Box::new(cubins), trial.asked);
-    let (modules, kernels) = (Mutex::default(), Mutex::default());
-    let driver = CudaDriver { gpu, limits, cubins, asked, modules, kernels, staging };
+    let state = State {
+        rounds: Rounds::default(),
+        recorded: Recorded::default(),
+        staging: Staging::new(&gpu)?,
+        kernels: Vec::new(),
+        numbers: HashMap::new(),
+        modules: HashMap::new(),
+        giving,
+        pieces: 0,
+        failure: None,
+    };
+    let driver = CudaDriver { state: Mutex::new(state), gpu, limits, cubins, asked: trial.asked };
     Ok(Device::Gpu(GpuDevice::new(Arc::new(driver))))
 }
 
 struct CudaDriver {
+    state: Mutex<State>,
     gpu: Gpu,
     limits: GpuLimits,
     cubins: Cubins,
     asked: Option<Asked>,
-    modules: Mutex<HashMap<&'static str, Arc<Module>>>,
+}
+
+/// What one call at a time may use. The lock also keeps the stream's order.
+struct State {
+    /// Before the kernels, which graphs use.
+    rounds: Rounds<RoundGraph>,
+    /// Launches that are not in the stream yet.
+    recorded: Recorded,
+    staging: Staging,
+    /// A launch names its kernel by the place here.
+    kernels: Vec<Arc<Kernel>>,
     /// By the program's address, which is static, and the entry.
-    kernels: Mutex<HashMap<(usize, &'static str), Arc<Kernel>>>,
-    staging: Mutex<Staging>,
+    numbers: HashMap<(usize, &'static str), u32>,
+    modules: HashMap<&'static str, Arc<Module>>,
+    giving: Giving,
+    /// Pieces of this round that have started.
+    pieces: usize,
+    /// Of launches that were given to the device where no error can be told: the next call tells it.
+    failure: Option<CudaError>,
+}
+
+impl State {
+    /// Starts what was collected. Nothing of it is left afterwards, also where it failed.
+    fn flush(&mut self, gpu: &Gpu) -> Result<(), CudaError> {
+        let State { rounds, recorded, staging, kernels, failure, .. } = self;
+        let given = match failure.take() {
+            Some(failure) => Err(failure),
+            None if recorded.is_empty() => Ok(()),
+            None => {
+                let ready = gpu.inner.enter().and_then(|()| staging.give(gpu));
+                ready.and_then(|()| rounds.run(&mut Stream { gpu, kernels }, recorded))
+            }
+        };
+        recorded.clear();
+        given
+    }
+
+    /// Makes room for `needed` bytes more, which belong to the next launch.
+    fn make_room(&mut self, gpu: &Gpu, needed: usize) -> Result<(), CudaError> {
+        if self.staging.has_room(needed) {
+            return Ok(());
+        }
+        self.flush(gpu)?;
+        self.staging.turn(gpu, needed)
+    }
+
+    /// Waits for everything; the next round begins as this one did.
+    fn finish(&mut self, gpu: &Gpu) -> Result<(), CudaError> {
+        self.flush(gpu)?;
+        gpu.finish()?;
+        self.pieces = 0;
+        // Who captures launches one by one finds their bytes where they were.
+        if self.giving != Giving::OneByOne {
+            self.staging.rewind();
+        }
+        Ok(())
+    }
+
+    /// Adds a launch of kernel number `kernel` to those collected.
+    fn record(&mut self, gpu: &Gpu, kernel: u32, call: &Call<'_>) -> Result<(), CudaError> {
+        let cut = Cut {
+            kernel,
+            blocks: call.groups,
+            threads: call.threads,
+            shared_bytes: call.shared_bytes,
+            cluster: call.tuning.cluster.max(1),
+            overlap: call.tuning.overlap,
+        };
+        let shape_bytes = (!call.shape.is_empty()).then_some(call.shape.len());
+        let sizes = call.arguments.iter().map(|_| size_of::<u64>()).chain(shape_bytes);
+        gpu.check_launch(&self.kernels[kernel as usize], shape_of(&cut), sizes)?;
+        let lengths = call.arguments.iter().filter_map(|argument| match argument {
+            Argument::Bytes(bytes) => Some(bytes.len()),
+            Argument::Read(_) | Argument::Write(_) | Argument::Missing => None,
+        });
+        self.make_room(gpu, Arena::needed(lengths))?;
+        for argument in call.arguments {
+            let address = match argument {
+                Argument::Read(span) | Argument::Write(span) => address(*span),
+                Argument::Bytes(bytes) => self.staging.place(bytes),
+                Argument::Missing => 0,
+            };
+            self.recorded.argument(&address.to_ne_bytes());
+        }
+        self.recorded.argument(call.shape);
+        self.recorded.push(cut);
+        Ok(())
+    }
 }
 
 impl std::fmt::Debug for CudaDriver {
@@ -105,27 +205,38 @@ impl CudaDriver {
         self.check(self.gpu.inner.enter())
     }
 
-    fn kernel(&self, program: &'static Program, entry: &'static str) -> Result<Arc<Kernel>, LaunchError> {
-        let mut kernels = locked(&self.kernels);
+    fn state(&self) -> MutexGuard<'_, State> {
+        locked(&self.state)
+    }
+
+    /// The state with nothing collected, for a call that is no launch.
+    fn flushed(&self) -> Result<MutexGuard<'_, State>, LaunchError> {
+        let mut state = self.state();
+        self.check(state.flush(&self.gpu))?;
+        self.enter()?;
+        Ok(state)
+    }
+
+    fn kernel(&self, state: &mut State, program: &'static Program, entry: &'static str) -> Result<u32, LaunchError> {
         let key = (std::ptr::from_ref(program) as usize, entry);
-        if let Some(kernel) = kernels.get(&key) {
-            return Ok(kernel.clone());
+        if let Some(number) = state.numbers.get(&key) {
+            return Ok(*number);
         }
-        let module = self.module(program)?;
+        let module = self.module(state, program)?;
         let missing = LaunchError::NoKernel { program: program.name, entry, backend: Backend::Cuda };
         let kernel = match module.kernel(entry) {
             Ok(kernel) => kernel,
             Err(CudaError::NoKernel { .. }) => return Err(missing),
             Err(error) => return Err(self.failed(error)),
         };
-        let kernel = Arc::new(kernel);
-        kernels.insert(key, kernel.clone());
-        Ok(kernel)
+        let number = state.kernels.len() as u32;
+        state.kernels.push(Arc::new(kernel));
+        state.numbers.insert(key, number);
+        Ok(number)
     }
 
-    fn module(&self, program: &'static Program) -> Result<Arc<Module>, LaunchError> {
-        let mut modules = locked(&self.modules);
-        if let Some(module) = modules.get(program.name) {
+    fn module(&self, state: &mut State, program: &'static Program) -> Result<Arc<Module>, LaunchError> {
+        if let Some(module) = state.modules.get(program.name) {
             return Ok(module.clone());
         }
         let target = &self.limits.target;
@@ -136,7 +247,7 @@ impl CudaDriver {
             )));
         };
         let module = Arc::new(Module::load(&self.gpu, cubin).map_err(|error| self.failed(error))?);
-        modules.insert(program.name, module.clone());
+        state.modules.insert(program.name, module.clone());
         Ok(module)
     }
 }
@@ -178,6 +289,11 @@ impl Driver for CudaDriver {
     }
 
     fn free(&self, block: Block) {
+        let mut state = self.state();
+        // What was collected may use the block.
+        if let Err(failure) = state.flush(&self.gpu) {
+            state.failure = Some(failure);
+        }
         if self.enter().is_ok() {
             // SAFETY: allocated in `allocate` and given back once; the driver waits for kernels that still use it.
             unsafe { sys::cuMemFree_v2(block.0) };
@@ -185,42 +301,23 @@ impl Driver for CudaDriver {
     }
 
     fn launch(&self, call: &Call<'_>) -> Result<(), LaunchError> {
-        let kernel = self.kernel(call.program, call.entry)?;
+        let mut state = self.state();
+        let kernel = self.kernel(&mut state, call.program, call.entry)?;
         if let Some(asked) = &self.asked {
             let mut asked = locked(asked);
             let most = asked.entry((call.program.name, call.entry)).or_default();
             *most = (most.0.max(call.threads), most.1.max(call.shared_bytes));
         }
-        let mut staging = locked(&self.staging);
-        let slices = call.arguments.iter().filter_map(|argument| match argument {
-            Argument::Bytes(bytes) => Some(*bytes),
-            Argument::Read(_) | Argument::Write(_) | Argument::Missing => None,
-        });
-        let mut staged = staging.stage(&self.gpu, slices).map_err(|error| self.failed(error))?.into_iter();
-        let addresses: Vec<[u8; 8]> = call
-            .arguments
-            .iter()
-            .map(|argument| match argument {
-                Argument::Read(span) | Argument::Write(span) => address(*span),
-                Argument::Bytes(_) => staged.next().unwrap_or(0),
-                Argument::Missing => 0,
-            })
-            .map(u64::to_ne_bytes)
-            .collect();
-        let shape_bytes = (!call.shape.is_empty()).then_some(call.shape);
-        let images: Vec<&[u8]> = addresses.iter().map(|address| &address[..]).chain(shape_bytes).collect();
-        let shape = Shape {
-            blocks: call.groups as usize,
-            threads: call.threads as usize,
-            shared_bytes: call.shared_bytes as usize,
-            cluster: call.tuning.cluster.max(1) as usize,
-            overlap: call.tuning.overlap,
-        };
-        self.check(self.gpu.launch(&kernel, shape, &images))
+        self.check(state.record(&self.gpu, kernel, call))?;
+        if !state.giving.starts(state.pieces, state.recorded.len()) {
+            return Ok(());
+        }
+        state.pieces += 1;
+        self.check(state.flush(&self.gpu))
     }
 
     fn copy(&self, from: Span, to: Span) -> Result<(), LaunchError> {
-        self.enter()?;
+        let _state = self.flushed()?;
         // SAFETY: both ranges lie in blocks of this device, as the caller has checked.
         self.answered("cuMemcpyDtoDAsync", unsafe {
             sys::cuMemcpyDtoDAsync_v2(address(to), address(from), from.bytes, self.gpu.inner.stream)
@@ -228,7 +325,7 @@ impl Driver for CudaDriver {
     }
 
     fn zero(&self, span: Span) -> Result<(), LaunchError> {
-        self.enter()?;
+        let _state = self.flushed()?;
         // SAFETY: as in `copy`.
         self.answered("cuMemsetD8Async", unsafe {
             sys::cuMemsetD8Async(address(span), 0, span.bytes, self.gpu.inner.stream)
@@ -236,34 +333,53 @@ impl Driver for CudaDriver {
     }
 
     fn read(&self, from: Span, to: &mut [u8]) -> Result<(), LaunchError> {
+        let mut state = self.flushed()?;
         if from.bytes > 0 {
-            self.enter()?;
             // SAFETY: the range lies in its block, and `to` has as many bytes and outlives the wait below.
             self.answered("cuMemcpyDtoHAsync", unsafe {
                 sys::cuMemcpyDtoHAsync_v2(to.as_mut_ptr().cast(), address(from), to.len(), self.gpu.inner.stream)
             })?;
         }
-        self.finish()
+        self.check(state.finish(&self.gpu))
     }
 
     fn write(&self, to: Span, from: &[u8]) -> Result<(), LaunchError> {
         if from.is_empty() {
             return Ok(());
         }
-        self.enter()?;
+        let mut state = self.flushed()?;
         if from.len() <= STAGED_BYTES_MAX {
-            let mut staging = locked(&self.staging);
-            return self.check(staging.write(&self.gpu, from, address(to)));
+            let room = state.make_room(&self.gpu, Arena::needed([from.len()].into_iter()));
+            return self.check(room.and_then(|()| state.staging.write(&self.gpu, from, address(to))));
         }
         // SAFETY: as in `read`, the other way.
         self.answered("cuMemcpyHtoDAsync", unsafe {
             sys::cuMemcpyHtoDAsync_v2(address(to), from.as_ptr().cast(), from.len(), self.gpu.inner.stream)
         })?;
-        self.finish()
+        self.check(state.finish(&self.gpu))
     }
 
     fn finish(&self) -> Result<(), LaunchError> {
-        self.check(self.gpu.finish())
+        self.check(self.state().finish(&self.gpu))
+    }
+
+    fn submit(&self) -> Result<(), LaunchError> {
+        let mut state = self.state();
+        if state.giving == Giving::OneByOne {
+            return Ok(());
+        }
+        state.pieces = 0;
+        let given = state.flush(&self.gpu);
+        self.check(given.and_then(|()| state.staging.turn(&self.gpu, 0)))
+    }
+
+    fn give(&self, giving: Giving) -> Result<(), LaunchError> {
+        self.flushed()?.giving = giving;
+        Ok(())
+    }
+
+    fn round_counts(&self) -> Counts {
+        self.state().rounds.counts()
     }
 
     fn cuda(&self) -> Option<&Gpu> {

@@ -108,6 +108,7 @@ impl Kernel {
         if bytes <= self.shared_allowed.load(Ordering::Relaxed) {
             return Ok(());
         }
+        self.module.inner.enter()?;
         let set = |which: Attribute, value: i32| {
             // SAFETY: sets one integer of an existing function.
             check("cuFuncSetAttribute", unsafe { sys::cuFuncSetAttribute(self.function, which, value) })
@@ -119,6 +120,23 @@ impl Kernel {
         }
         self.shared_allowed.store(bytes, Ordering::Relaxed);
         Ok(())
+    }
+
+    /// What the driver takes for arguments that lie one behind the other. It copies them during the call and writes none.
+    pub(super) fn pointers(&self, arguments: &[u8]) -> Result<Vec<*mut c_void>, CudaError> {
+        let (mut pointers, mut rest) = (Vec::with_capacity(self.argument_bytes.len()), arguments);
+        for (index, expected) in self.argument_bytes.iter().copied().enumerate() {
+            let Some((argument, behind)) = rest.split_at_checked(expected) else {
+                return Err(CudaError::Argument { kernel: self.name.clone(), index, found: rest.len(), expected });
+            };
+            pointers.push(argument.as_ptr().cast_mut().cast());
+            rest = behind;
+        }
+        Ok(pointers)
+    }
+
+    pub(super) fn function(&self) -> sys::CUfunction {
+        self.function
     }
 }
 
@@ -144,11 +162,13 @@ pub struct Shape {
 }
 
 impl Gpu {
-    /// Puts one launch into the stream, with each argument as its bytes.
-    ///
-    /// # Errors
-    /// [`CudaError::Limit`] and [`CudaError::Argument`] before anything is launched; [`CudaError::Driver`].
-    pub(super) fn launch(&self, kernel: &Kernel, shape: Shape, images: &[&[u8]]) -> Result<(), CudaError> {
+    /// Whether the kernel can run so, with arguments of these sizes. Lets it use that much shared memory.
+    pub(super) fn check_launch(
+        &self,
+        kernel: &Kernel,
+        shape: Shape,
+        mut sizes: impl Iterator<Item = usize>,
+    ) -> Result<(), CudaError> {
         let limit = |what, found: usize, max: usize| match found <= max {
             true => Ok(()),
             false => {
@@ -162,20 +182,27 @@ impl Gpu {
         limit("the grid's block count", shape.blocks, i32::MAX as usize)?;
         let shared_max = self.shared_bytes_max.saturating_sub(kernel.static_shared_bytes);
         limit("the block's shared memory", shape.shared_bytes, shared_max)?;
-        for index in 0..images.len().max(kernel.argument_bytes.len()) {
-            let found = images.get(index).map_or(0, |image| image.len());
-            let expected = kernel.argument_bytes.get(index).copied().unwrap_or(0);
+        let mut wanted = kernel.argument_bytes.iter().copied();
+        for index in 0.. {
+            let (found, expected) = (sizes.next(), wanted.next());
+            if found.is_none() && expected.is_none() {
+                break;
+            }
             if found != expected {
+                let (found, expected) = (found.unwrap_or(0), expected.unwrap_or(0));
                 return Err(CudaError::Argument { kernel: kernel.name.clone(), index, found, expected });
             }
         }
         if !Arc::ptr_eq(&kernel.module.inner, &self.inner) {
             return Err(CudaError::OtherDevice { kernel: kernel.name.clone() });
         }
-        self.inner.enter()?;
-        kernel.ask_for_shared(shape.shared_bytes)?;
-        // The driver copies the arguments during the call and writes none of them.
-        let mut pointers: Vec<*mut c_void> = images.iter().map(|image| image.as_ptr().cast_mut().cast()).collect();
+        kernel.ask_for_shared(shape.shared_bytes)
+    }
+
+    /// Puts a launch into the stream that [`Gpu::check_launch`] took, with its arguments' bytes one behind the other. The
+    /// context is this thread's own.
+    pub(super) fn launch_checked(&self, kernel: &Kernel, shape: Shape, arguments: &[u8]) -> Result<(), CudaError> {
+        let mut pointers = kernel.pointers(arguments)?;
         let overlap = sys::CUlaunchAttribute {
             id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
             pad: [0; 4],

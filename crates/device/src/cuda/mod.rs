@@ -13,6 +13,7 @@ mod gpu;
 mod graph;
 mod launch;
 pub mod nvrtc;
+mod rounds;
 mod staging;
 
 pub use driver::{Asked, Trial, device, device_on_trial};

@@ -1,40 +1,35 @@
 //! Host bytes on their way to the device: pinned memory that is copied in the order of the stream.
 //!
-//! Two halves take turns. A half is written again only after everything that was launched while it was in use is done, so
-//! neither a copy nor a kernel can see the bytes of a later launch. Equal slices of a half are copied once.
+//! The device has one block for them, whose places repeat from round to round. The copy into it follows everything that was
+//! launched before, so that no kernel can see the bytes of a later round. The pinned memory has two halves, which take
+//! turns: one is written again only after the copies out of it are done.
 
 use super::error::{CudaError, check};
 use super::gpu::{Context, Gpu};
 use super::graph::Event;
+use crate::gpu::rounds::Arena;
 use cudarc::driver::sys;
-use std::collections::HashMap;
-use std::hash::{DefaultHasher, Hash, Hasher};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-const HALF_BYTES: usize = 4 << 20;
-/// Of every staged slice, so that kernels may read it in vectors.
-const ALIGNMENT: usize = 256;
+const CAPACITY_BYTES: usize = 4 << 20;
 
 #[derive(Debug)]
 pub(super) struct Staging {
     memory: Memory,
-    half_bytes: usize,
+    arena: Arena,
     /// 0 or 1.
     half: usize,
-    /// Bytes used of the current half.
-    used: usize,
-    /// When the other half was left, if it has been used.
-    left: Option<Event>,
-    /// Slices of the current half: where they begin, by the hash of their bytes.
-    known: HashMap<u64, (usize, usize)>,
+    /// When each half was left, where copies out of it may still be under way.
+    left: [Option<Event>; 2],
 }
 
-/// As many bytes pinned on the host as on the device.
+/// Two halves pinned on the host, and as many bytes as one of them on the device.
 #[derive(Debug)]
 struct Memory {
     host: NonNull<u8>,
     device: sys::CUdeviceptr,
+    half_bytes: usize,
     inner: Arc<Context>,
 }
 
@@ -42,27 +37,37 @@ struct Memory {
 unsafe impl Send for Memory {}
 
 impl Memory {
-    fn new(gpu: &Gpu, bytes: usize) -> Result<Memory, CudaError> {
+    fn new(gpu: &Gpu, half_bytes: usize) -> Result<Memory, CudaError> {
         gpu.inner.enter()?;
         let mut host = std::ptr::null_mut();
         // SAFETY: writes one address; freed in `drop`.
-        check("cuMemHostAlloc", unsafe { sys::cuMemHostAlloc(&mut host, bytes, 0) })?;
+        check("cuMemHostAlloc", unsafe { sys::cuMemHostAlloc(&mut host, 2 * half_bytes, 0) })?;
         let mut device = 0;
         // SAFETY: as above.
-        let result = check("cuMemAlloc", unsafe { sys::cuMemAlloc_v2(&mut device, bytes) });
-        let block = NonNull::new(host.cast()).filter(|_| result.is_ok());
+        let result = check("cuMemAlloc", unsafe { sys::cuMemAlloc_v2(&mut device, half_bytes) });
+        let block = NonNull::new(host.cast::<u8>()).filter(|_| result.is_ok());
         let Some(host) = block else {
             // SAFETY: allocated above and used by nobody.
             unsafe { sys::cuMemFreeHost(host) };
             result?;
             return Err(CudaError::Memory {
                 name: gpu.name.clone(),
-                needed: bytes as u64,
+                needed: 2 * half_bytes as u64,
                 free: gpu.free_bytes()?,
                 total: gpu.memory_bytes,
             });
         };
-        Ok(Memory { host, device, inner: gpu.inner.clone() })
+        // A slice of it may be made at once.
+        // SAFETY: the block has that many bytes.
+        unsafe { host.as_ptr().write_bytes(0, 2 * half_bytes) };
+        Ok(Memory { host, device, half_bytes, inner: gpu.inner.clone() })
+    }
+
+    fn half(&mut self, half: usize) -> &mut [u8] {
+        debug_assert!(half < 2);
+        // SAFETY: the half lies in the block, whose bytes are initialised, and `&mut self` is the only way to it. The device
+        // only reads from it.
+        unsafe { std::slice::from_raw_parts_mut(self.host.as_ptr().add(half * self.half_bytes), self.half_bytes) }
     }
 }
 
@@ -81,100 +86,75 @@ impl Drop for Memory {
 
 impl Staging {
     pub fn new(gpu: &Gpu) -> Result<Staging, CudaError> {
-        Staging::of(gpu, HALF_BYTES)
+        Staging::of(gpu, CAPACITY_BYTES)
     }
 
-    fn of(gpu: &Gpu, half_bytes: usize) -> Result<Staging, CudaError> {
-        let memory = Memory::new(gpu, 2 * half_bytes)?;
-        Ok(Staging { memory, half_bytes, half: 0, used: 0, left: None, known: HashMap::new() })
+    fn of(gpu: &Gpu, capacity: usize) -> Result<Staging, CudaError> {
+        let memory = Memory::new(gpu, capacity)?;
+        Ok(Staging { memory, arena: Arena::new(capacity), half: 0, left: [None, None] })
     }
 
-    /// Copies the slices of one launch, which follows at once; returns their addresses on the device.
-    pub fn stage<'s>(
-        &mut self,
-        gpu: &Gpu,
-        slices: impl Iterator<Item = &'s [u8]> + Clone,
-    ) -> Result<Vec<u64>, CudaError> {
-        let needed = slices.clone().map(|slice| slice.len().next_multiple_of(ALIGNMENT)).sum();
-        self.make_room(gpu, needed)?;
-        let (first, mut addresses) = (self.used, Vec::new());
-        for slice in slices {
-            let at = match self.find(slice) {
-                Some(at) => at,
-                None => self.place(slice),
-            };
-            addresses.push(self.memory.device + (self.half * self.half_bytes + at) as u64);
-        }
-        self.copy(gpu, first, self.used - first, None)?;
-        Ok(addresses)
+    /// Whether `needed` bytes (see [`Arena::needed`]) can be placed; else [`Staging::turn`] makes room.
+    pub fn has_room(&self, needed: usize) -> bool {
+        self.arena.has_room(needed)
     }
 
-    /// Copies `bytes` to an address, in the order of the stream.
-    pub fn write(&mut self, gpu: &Gpu, bytes: &[u8], to: u64) -> Result<(), CudaError> {
-        self.make_room(gpu, bytes.len().next_multiple_of(ALIGNMENT))?;
-        let at = self.append(bytes);
-        self.copy(gpu, at, bytes.len(), Some(to))
-    }
-
-    fn make_room(&mut self, gpu: &Gpu, needed: usize) -> Result<(), CudaError> {
-        if needed > self.half_bytes {
+    /// Begins anew with room for `needed` bytes. Everything placed was given, and the launches that read it too.
+    pub fn turn(&mut self, gpu: &Gpu, needed: usize) -> Result<(), CudaError> {
+        if needed > self.arena.capacity() {
             gpu.finish()?;
             *self = Staging::of(gpu, needed.next_power_of_two())?;
         }
-        if self.used + needed <= self.half_bytes {
+        if self.arena.is_empty() {
             return Ok(());
         }
-        let left = gpu.event()?;
-        if let Some(before) = self.left.replace(left) {
-            before.wait()?;
-        }
+        self.left[self.half] = Some(gpu.event()?);
         self.half = 1 - self.half;
-        self.used = 0;
-        self.known.clear();
-        Ok(())
+        self.arena.clear();
+        match self.left[self.half].take() {
+            Some(left) => left.wait(),
+            None => Ok(()),
+        }
     }
 
-    fn find(&self, slice: &[u8]) -> Option<usize> {
-        let (at, length) = *self.known.get(&hash(slice))?;
-        let start = self.half * self.half_bytes + at;
-        // SAFETY: the range was written in `append`, in the same half; nobody else writes there.
-        let known = unsafe { std::slice::from_raw_parts(self.memory.host.as_ptr().add(start), length) };
-        (known == slice).then_some(at)
+    /// Begins anew, after the stream was waited for.
+    pub fn rewind(&mut self) {
+        self.left = [None, None];
+        self.arena.clear();
     }
 
-    fn place(&mut self, slice: &[u8]) -> usize {
-        let at = self.append(slice);
-        self.known.insert(hash(slice), (at, slice.len()));
-        at
+    /// Places a slice, for which there is room; returns its address on the device, where it is after [`Staging::give`].
+    pub fn place(&mut self, slice: &[u8]) -> u64 {
+        let at = self.arena.place(self.memory.half(self.half), slice);
+        self.memory.device + at as u64
     }
 
-    fn append(&mut self, slice: &[u8]) -> usize {
-        let at = self.used;
-        let start = self.half * self.half_bytes + at;
-        // SAFETY: `make_room` has left that many bytes in this half, which nothing reads any more.
-        unsafe { self.memory.host.as_ptr().add(start).copy_from_nonoverlapping(slice.as_ptr(), slice.len()) };
-        self.used += slice.len().next_multiple_of(ALIGNMENT);
-        at
+    /// Copies what was placed since the last time, in the order of the stream.
+    pub fn give(&mut self, gpu: &Gpu) -> Result<(), CudaError> {
+        let new = self.arena.take_new();
+        let to = self.memory.device + new.start as u64;
+        self.copy(gpu, new, to)
     }
 
-    /// From the current half to the same place on the device, or to `to`.
-    fn copy(&self, gpu: &Gpu, at: usize, bytes: usize, to: Option<u64>) -> Result<(), CudaError> {
-        if bytes == 0 {
+    /// Copies `bytes`, for which there is room, to an address in the order of the stream.
+    pub fn write(&mut self, gpu: &Gpu, bytes: &[u8], to: u64) -> Result<(), CudaError> {
+        self.give(gpu)?;
+        let range = self.arena.append(self.memory.half(self.half), bytes);
+        // They go elsewhere.
+        self.arena.take_new();
+        self.copy(gpu, range, to)
+    }
+
+    fn copy(&mut self, gpu: &Gpu, from: std::ops::Range<usize>, to: u64) -> Result<(), CudaError> {
+        if from.is_empty() {
             return Ok(());
         }
         gpu.inner.enter()?;
-        let start = self.half * self.half_bytes + at;
-        let to = to.unwrap_or(self.memory.device + start as u64);
-        // SAFETY: the source lies in the pinned block and stays as it is until the stream has passed this point.
+        let from = &self.memory.half(self.half)[from];
+        // SAFETY: the source lies in the pinned block and stays as it is until the stream has passed this point: see `turn`
+        // and `rewind`. The target has as many bytes.
         check("cuMemcpyHtoDAsync", unsafe {
-            let from = self.memory.host.as_ptr().add(start).cast();
-            sys::cuMemcpyHtoDAsync_v2(to, from, bytes, gpu.inner.stream)
+            sys::cuMemcpyHtoDAsync_v2(to, from.as_ptr().cast(), from.len(), gpu.inner.stream)
         })
     }
-}
-
-fn hash(slice: &[u8]) -> u64 {
-    let mut hasher = DefaultHasher::new();
-    slice.hash(&mut hasher);
-    hasher.finish()
 }

@@ -1,5 +1,6 @@
 //! What a backend has to bring.
 
+use super::rounds::{Counts, Giving};
 use super::{Backend, Program, Tuning};
 use crate::LaunchError;
 use std::fmt::Debug;
@@ -61,6 +62,9 @@ pub struct Call<'a> {
 
 /// One device and its stream. Everything runs in the order in which it was given; `read`, `free` and `finish` wait.
 ///
+/// A driver may collect launches into rounds: they then start with the next `submit`, or with the next call that isn't a
+/// launch.
+///
 /// Callers have checked every range against the block's length.
 pub trait Driver: Debug + Send + Sync {
     /// Whose code it runs.
@@ -90,7 +94,8 @@ pub trait Driver: Debug + Send + Sync {
     /// Puts a launch into the stream.
     ///
     /// # Errors
-    /// [`LaunchError::NoKernel`] where the program has no such entry; [`LaunchError::Device`].
+    /// [`LaunchError::NoKernel`] where the program has no such entry; [`LaunchError::Device`], also for launches that were
+    /// collected before it.
     fn launch(&self, call: &Call<'_>) -> Result<(), LaunchError>;
 
     /// Copies between ranges that do not overlap, of equal length.
@@ -123,7 +128,28 @@ pub trait Driver: Debug + Send + Sync {
     /// [`LaunchError::Device`]; failures of earlier launches show here.
     fn finish(&self) -> Result<(), LaunchError>;
 
-    /// The CUDA device, for what only CUDA has.
+    /// The end of a round: starts what was collected. Waits for nothing that was given since the round before last.
+    ///
+    /// # Errors
+    /// [`LaunchError::Device`].
+    fn submit(&self) -> Result<(), LaunchError> {
+        Ok(())
+    }
+
+    /// When the launches of a round start, from now on; for comparisons.
+    ///
+    /// # Errors
+    /// [`LaunchError::Device`].
+    fn give(&self, _giving: Giving) -> Result<(), LaunchError> {
+        Ok(())
+    }
+
+    /// What became of collected launches so far.
+    fn round_counts(&self) -> Counts {
+        Counts::default()
+    }
+
+    /// The CUDA device, for what only CUDA has. Collected launches are not in its stream yet.
     #[cfg(feature = "cuda")]
     fn cuda(&self) -> Option<&crate::cuda::Gpu> {
         None

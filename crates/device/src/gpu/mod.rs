@@ -9,6 +9,7 @@ mod buffer;
 mod driver;
 mod launch;
 mod queue;
+pub mod rounds;
 
 pub use buffer::GpuBuffer;
 pub use driver::{Argument, Block, Call, Driver, GpuLimits, Span};

@@ -276,6 +276,8 @@ impl DeepseekV41 {
         }
         self.plan_rows(plan)?;
         self.cache.check(&self.windows, &self.rows)?;
+        // What was written between rounds is none of this one.
+        self.queue.submit()?;
         for (window, rows) in self.windows.iter().zip(&plan.windows) {
             self.cache.begin(&mut self.queue, window, &plan.tokens[rows.rows.clone()], self.options.fault)?;
         }
@@ -378,6 +380,7 @@ impl DeepseekV41 {
         let Some(context) = self.draft.as_mut() else {
             return Ok(());
         };
+        self.queue.submit()?;
         let (shape, tables) = (&self.shape, &self.tables);
         let mut step = Step { shape, tables, queue: &mut self.queue, scratch: &mut self.scratch };
         let anchors = wanted.iter().map(|request| Anchor {
@@ -457,7 +460,7 @@ impl Model for DeepseekV41 {
             );
             drawn_batch.map_err(|error| failed(error.into()))?;
         }
-        Ok(())
+        self.queue.submit().map_err(|error| failed(error.into()))
     }
 
     fn keep(&mut self, slot: SlotIndex, length: Position) {

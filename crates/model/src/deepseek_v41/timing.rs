@@ -1,5 +1,7 @@
 //! What a measurement needs to see of a round: the layers without the head, and what they read.
 
+use tf_device::Queue;
+use tf_device::gpu::rounds::{Counts, Giving};
 use tf_engine::model::{ForwardError, RoundPlan};
 
 use super::model::DeepseekV41;
@@ -10,7 +12,27 @@ impl DeepseekV41 {
     /// # Errors
     /// [`ForwardError::Failed`] as for any round.
     pub fn compute(&mut self, plan: &RoundPlan) -> Result<(), ForwardError> {
-        self.run(plan).map_err(|error| ForwardError::Failed(error.to_string()))
+        let given = self.run(plan).and_then(|()| Ok(self.queue.submit()?));
+        given.map_err(|error| ForwardError::Failed(error.to_string()))
+    }
+
+    /// When the launches of a round start on a GPU that can collect them. Changes no bit.
+    ///
+    /// # Errors
+    /// [`ForwardError::Failed`] when the device fails.
+    pub fn give_rounds(&mut self, giving: Giving) -> Result<(), ForwardError> {
+        match &self.queue {
+            Queue::Cpu(_) => Ok(()),
+            Queue::Gpu(queue) => queue.driver().give(giving).map_err(|error| ForwardError::Failed(error.to_string())),
+        }
+    }
+
+    /// What became of collected launches so far; all zero where none are.
+    pub fn round_counts(&self) -> Counts {
+        match &self.queue {
+            Queue::Cpu(_) => Counts::default(),
+            Queue::Gpu(queue) => queue.driver().round_counts(),
+        }
     }
 
     /// Waits until everything given to the device is done.

@@ -45,7 +45,8 @@ struct Session {
 
 impl Session {
     fn open(only: Option<String>) -> Result<Session> {
-        let device = cuda::device(0, cubins::find)?;
+        // Its stream is captured, so launches have to be in it.
+        let device = cuda::device_on_trial(0, cubins::find, cuda::Trial::default())?;
         let Device::Gpu(gpu_device) = &device else { bail!("the device is no GPU") };
         let queue = Queue::gpu(gpu_device);
         let gpu = gpu_device.driver().cuda().context("the device is not CUDA")?.clone();

@@ -1,0 +1,145 @@
+//! Rounds as CUDA graphs: a chain of kernel nodes that is captured once and changed node by node.
+
+use super::error::{CudaError, check};
+use super::gpu::{Context, Gpu};
+use super::launch::{Kernel, Shape};
+use crate::gpu::rounds::{Calls, Cut, Recorded};
+use cudarc::driver::sys;
+use std::sync::Arc;
+
+/// An instantiated graph, and what its nodes are named by: those of the graph that it was made from.
+#[derive(Debug)]
+pub(super) struct RoundGraph {
+    graph: sys::CUgraph,
+    exec: sys::CUgraphExec,
+    /// One for each launch, in their order.
+    nodes: Vec<sys::CUgraphNode>,
+    inner: Arc<Context>,
+}
+
+// SAFETY: handles of the driver, which locks its own state; they are used by one thread at a time, behind `&mut`.
+unsafe impl Send for RoundGraph {}
+
+impl Drop for RoundGraph {
+    fn drop(&mut self) {
+        if self.inner.enter().is_ok() {
+            // SAFETY: both were made in `build` and go once; the driver keeps a graph that still runs until it is done.
+            unsafe {
+                if !self.exec.is_null() {
+                    sys::cuGraphExecDestroy(self.exec);
+                }
+                sys::cuGraphDestroy(self.graph);
+            }
+        }
+    }
+}
+
+/// The stream of a GPU, for launches of its kernels by number. Its context is this thread's own.
+pub(super) struct Stream<'a> {
+    pub gpu: &'a Gpu,
+    pub kernels: &'a [Arc<Kernel>],
+}
+
+pub(super) fn shape_of(cut: &Cut) -> Shape {
+    Shape {
+        blocks: cut.blocks as usize,
+        threads: cut.threads as usize,
+        shared_bytes: cut.shared_bytes as usize,
+        cluster: cut.cluster as usize,
+        overlap: cut.overlap,
+    }
+}
+
+impl Stream<'_> {
+    /// The node that was captured last: what the next one would follow.
+    fn captured(&self) -> Result<sys::CUgraphNode, CudaError> {
+        let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
+        let (mut nodes, mut edges, mut count) = (std::ptr::null(), std::ptr::null(), 0);
+        let (mut id, mut graph) = (0, std::ptr::null_mut());
+        // SAFETY: writes what it is asked for; the list belongs to the driver and is read before the next call.
+        check("cuStreamGetCaptureInfo", unsafe {
+            let stream = self.gpu.inner.stream;
+            sys::cuStreamGetCaptureInfo_v3(stream, &mut status, &mut id, &mut graph, &mut nodes, &mut edges, &mut count)
+        })?;
+        if status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE || count != 1 || nodes.is_null() {
+            let text = format!("a launch left {count} nodes at the end of the capture ({status:?}), not one");
+            return Err(CudaError::Driver { call: "cuStreamGetCaptureInfo", code: 0, text });
+        }
+        // SAFETY: the list has one entry, checked above.
+        Ok(unsafe { *nodes })
+    }
+
+    fn capture(&mut self, round: &Recorded) -> Result<(sys::CUgraph, Vec<sys::CUgraphNode>), CudaError> {
+        let stream = self.gpu.inner.stream;
+        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        // SAFETY: the stream lives as long as the GPU and captures nothing: the caller has it alone.
+        check("cuStreamBeginCapture", unsafe { sys::cuStreamBeginCapture_v2(stream, mode) })?;
+        let nodes: Result<Vec<_>, CudaError> = round
+            .iter()
+            .map(|(cut, arguments)| {
+                self.launch(cut, arguments)?;
+                self.captured()
+            })
+            .collect();
+        let mut graph = std::ptr::null_mut();
+        // SAFETY: ends the capture begun above, also after a failure, so that the stream is usable again.
+        let ended = check("cuStreamEndCapture", unsafe { sys::cuStreamEndCapture(stream, &mut graph) });
+        match nodes.and_then(|nodes| ended.map(|()| nodes)) {
+            Ok(nodes) => Ok((graph, nodes)),
+            Err(error) => {
+                if !graph.is_null() {
+                    // SAFETY: made by the capture and used by nobody.
+                    unsafe { sys::cuGraphDestroy(graph) };
+                }
+                Err(error)
+            }
+        }
+    }
+}
+
+impl Calls for Stream<'_> {
+    type Graph = RoundGraph;
+    type Error = CudaError;
+
+    fn launch(&mut self, cut: &Cut, arguments: &[u8]) -> Result<(), CudaError> {
+        self.gpu.launch_checked(&self.kernels[cut.kernel as usize], shape_of(cut), arguments)
+    }
+
+    fn build(&mut self, round: &Recorded) -> Result<RoundGraph, CudaError> {
+        let (graph, nodes) = self.capture(round)?;
+        let inner = self.gpu.inner.clone();
+        let mut made = RoundGraph { graph, exec: std::ptr::null_mut(), nodes, inner };
+        // SAFETY: the graph was just captured; it is kept, since its nodes name those of the instance.
+        check("cuGraphInstantiate", unsafe { sys::cuGraphInstantiateWithFlags(&mut made.exec, graph, 0) })?;
+        Ok(made)
+    }
+
+    fn change(&mut self, graph: &mut RoundGraph, index: usize, cut: &Cut, arguments: &[u8]) -> Result<(), CudaError> {
+        let kernel = &self.kernels[cut.kernel as usize];
+        let mut pointers = kernel.pointers(arguments)?;
+        let params = sys::CUDA_KERNEL_NODE_PARAMS {
+            func: kernel.function(),
+            gridDimX: cut.blocks,
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: cut.threads,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: cut.shared_bytes,
+            kernelParams: pointers.as_mut_ptr(),
+            extra: std::ptr::null_mut(),
+            kern: std::ptr::null_mut(),
+            ctx: std::ptr::null_mut(),
+        };
+        // SAFETY: the node belongs to the graph of this instance; every argument has the kernel's own size, checked when the
+        // launch was noted, and is copied during the call.
+        check("cuGraphExecKernelNodeSetParams", unsafe {
+            sys::cuGraphExecKernelNodeSetParams_v2(graph.exec, graph.nodes[index], &params)
+        })
+    }
+
+    fn replay(&mut self, graph: &RoundGraph) -> Result<(), CudaError> {
+        // SAFETY: the graph is instantiated and its context is the current one.
+        check("cuGraphLaunch", unsafe { sys::cuGraphLaunch(graph.exec, self.gpu.inner.stream) })
+    }
+}
