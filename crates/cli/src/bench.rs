@@ -8,6 +8,7 @@ use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 use tf_bench::{Format, Record, Row};
+use tf_device::gpu::rounds::Giving;
 use tf_engine::Sampling;
 use tf_engine::model::{DraftRequest, Drafts, Drawn, Model, RoundPlan, SequenceView, SlotIndex, Window};
 use tf_model::deepseek_v41::{DeepseekV41, Options};
@@ -162,10 +163,15 @@ fn decode(arguments: &Arguments, checked: &Checked) -> Result<Record, Failure> {
         let samples = timed.samples(repetitions, |timed| f64::from(prompt) / timed.prompt(0, prompt))?;
         record.rows.push(Row { name: format!("prompt of {prompt}"), unit: "tokens/s".into(), samples });
     }
+    let ways = if checked.device.backend().is_some() { &WAYS[..] } else { &WAYS[..1] };
     for rows in rows {
-        let samples = timed.samples(repetitions, |timed| f64::from(rows * tokens) / timed.replies(rows, tokens))?;
-        record.rows.push(Row { name: format!("decode, {rows} sequences"), unit: "tokens/s".into(), samples });
+        for (giving, way) in ways {
+            timed.model.give_rounds(*giving).map_err(|error| Failure::run_time(error.to_string()))?;
+            let samples = timed.samples(repetitions, |timed| f64::from(rows * tokens) / timed.replies(rows, tokens))?;
+            record.rows.push(Row { name: format!("decode, {rows} sequences{way}"), unit: "tokens/s".into(), samples });
+        }
     }
+    timed.model.give_rounds(WAYS[0].0).map_err(|error| Failure::run_time(error.to_string()))?;
     let samples = timed.samples(repetitions, |timed| 1e6 * timed.windows(tokens) / f64::from(tokens))?;
     record.rows.push(Row { name: "verify window of a block".into(), unit: "us".into(), samples });
     let samples = timed.samples(repetitions, |timed| 1e6 * timed.drafts(tokens) / f64::from(tokens))?;
@@ -176,6 +182,10 @@ fn decode(arguments: &Arguments, checked: &Checked) -> Result<Record, Failure> {
     }
     Ok(record)
 }
+
+/// How rounds start on a GPU: first as they do unasked.
+pub const WAYS: [(Giving, &str); 3] =
+    [(Giving::Pieces, ""), (Giving::Whole, ", as one graph"), (Giving::OneByOne, ", launched one by one")];
 
 /// Reply rows begin after a prompt of this many tokens.
 const START: u32 = 64;

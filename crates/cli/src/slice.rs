@@ -19,7 +19,7 @@ use tf_model::deepseek_v41::{DeepseekV41, Fault, Options, Snapshot, random};
 use tf_numerics::lanes::Level;
 
 use crate::arguments::{Arguments, Mistakes};
-use crate::bench::counts;
+use crate::bench::{WAYS, counts};
 use crate::build;
 use crate::device;
 use crate::failure::Failure;
@@ -36,6 +36,8 @@ struct Plan {
     repetitions: u32,
     /// Rounds of decode rows that are given to the device before it is waited for.
     burst: u32,
+    /// Whether rounds also start in the other ways.
+    compares: bool,
     ceiling_bytes: usize,
     laws: Vec<String>,
     settings: Vec<(String, String)>,
@@ -139,6 +141,7 @@ fn read(arguments: &Arguments, device: &Device) -> Result<Plan, Failure> {
         context,
         repetitions,
         burst,
+        compares: is_gpu,
         ceiling_bytes: if is_gpu { 2 << 30 } else { 256 << 20 },
         laws,
         settings: settings.map(|(name, value)| (name.to_owned(), value)).to_vec(),
@@ -147,6 +150,7 @@ fn read(arguments: &Arguments, device: &Device) -> Result<Plan, Failure> {
 
 /// Rounds that one count of rows takes, so that every slot has room for them.
 fn rounds(repetitions: u32, burst: u32) -> u32 {
+    // The bursts, a second time from the same start, and rounds with head and draw.
     (repetitions + 1) * (burst + 1)
 }
 
@@ -343,23 +347,13 @@ impl<'a> Slice<'a> {
 
     fn decode(&mut self, rows: u32, bandwidth: f64, record: &mut Record) -> Result<(), Failure> {
         let layers = self.plan.shape.num_hidden_layers as f64;
-        let (mut layer_us, mut host_us, mut round_us) = (Vec::new(), Vec::new(), Vec::new());
         let mut drawn = Drawn::default();
         self.rewind(rows);
-        for repetition in 0..=self.plan.repetitions {
-            let started = Instant::now();
-            for _ in 0..self.plan.burst {
-                self.round_of(rows);
-                self.compute()?;
-            }
-            let given = started.elapsed().as_secs_f64();
-            self.model.finish().map_err(failed)?;
-            if repetition > 0 {
-                host_us.push(1e6 * given / f64::from(self.plan.burst));
-                layer_us.push(1e6 * started.elapsed().as_secs_f64() / f64::from(self.plan.burst) / layers);
-            }
-        }
+        let before = self.model.round_counts();
+        let (layer_us, host_us) = self.bursts(rows)?;
+        let after = self.model.round_counts();
         let distinct = self.model.experts_chosen(rows as usize).map_err(failed)? as f64;
+        let mut round_us = Vec::new();
         for repetition in 0..=self.plan.repetitions {
             let started = Instant::now();
             self.round_of(rows);
@@ -371,13 +365,52 @@ impl<'a> Slice<'a> {
         let bytes = self.model.read_bytes();
         let floor_us = 1e6 * (bytes.dense as f64 / layers + distinct * bytes.expert as f64) / bandwidth;
         let shares = layer_us.iter().map(|us| floor_us / us).filter(|share| share.is_finite()).collect();
-        push(record, format!("decode, {rows} rows: a layer"), "us", layer_us);
-        push(record, format!("decode, {rows} rows: experts chosen"), "experts", vec![distinct]);
-        // Near the layers' own time the host is what limits.
-        push(record, format!("decode, {rows} rows: giving a round to the device"), "us", host_us);
-        push(record, format!("decode, {rows} rows"), SHARE, shares);
-        push(record, format!("decode, {rows} rows: round with head and draw"), "us", round_us);
+        let mut row =
+            |name: &str, unit: &str, samples| push(record, format!("decode, {rows} rows{name}"), unit, samples);
+        row(": a layer", "us", layer_us);
+        row(": experts chosen", "experts", vec![distinct]);
+        row(": giving a round to an idle device", "us", host_us);
+        row("", SHARE, shares);
+        row(": round with head and draw", "us", round_us);
+        if self.plan.compares {
+            let rounds = f64::from((self.plan.repetitions + 1) * self.plan.burst);
+            row(": graphs made", "graphs", vec![(after.built - before.built) as f64]);
+            row(": launches changed a round", "launches", vec![(after.changed - before.changed) as f64 / rounds]);
+            let given_us = (after.given_ns - before.given_ns) as f64 / 1e3;
+            row(": driver's calls of a round", "us", vec![given_us / rounds]);
+            for (giving, way) in &WAYS[1..] {
+                self.rewind(rows);
+                self.model.give_rounds(*giving).map_err(failed)?;
+                let (layer_us, host_us) = self.bursts(rows)?;
+                row(&format!("{way}: a layer"), "us", layer_us);
+                row(&format!("{way}: giving a round to an idle device"), "us", host_us);
+            }
+            self.model.give_rounds(WAYS[0].0).map_err(failed)?;
+        }
         Ok(())
+    }
+
+    /// Microseconds of a layer in a burst of rounds, and those of giving its first round to the device: later ones may wait
+    /// for room in the driver's queue.
+    fn bursts(&mut self, rows: u32) -> Result<(Vec<f64>, Vec<f64>), Failure> {
+        let rounds = f64::from(self.plan.burst) * self.plan.shape.num_hidden_layers as f64;
+        let (mut layer_us, mut host_us) = (Vec::new(), Vec::new());
+        for repetition in 0..=self.plan.repetitions {
+            let (started, mut given) = (Instant::now(), 0.0);
+            for round in 0..self.plan.burst {
+                self.round_of(rows);
+                self.compute()?;
+                if round == 0 {
+                    given = started.elapsed().as_secs_f64();
+                }
+            }
+            self.model.finish().map_err(failed)?;
+            if repetition > 0 {
+                host_us.push(1e6 * given);
+                layer_us.push(1e6 * started.elapsed().as_secs_f64() / rounds);
+            }
+        }
+        Ok((layer_us, host_us))
     }
 
     /// A draft block for one sequence.
@@ -488,6 +521,7 @@ mod tests {
             context: 50,
             repetitions: 2,
             burst: 2,
+            compares: true,
             ceiling_bytes: 1 << 20,
             laws: vec!["L4".to_owned()],
             settings: Vec::new(),
@@ -499,7 +533,13 @@ mod tests {
         let mut record = Record::default();
         measure(&tiny(), &Device::cpu(), &mut record).unwrap();
         let row = |name: &str| record.rows.iter().find(|row| row.name == name).unwrap_or_else(|| panic!("{name}"));
-        for name in ["reading memory", "decode, 1 rows: a layer", "decode, 3 rows", "prompt of 40: a layer"] {
+        for name in [
+            "reading memory",
+            "decode, 1 rows: a layer",
+            "decode, 3 rows",
+            "prompt of 40: a layer",
+            "decode, 3 rows, launched one by one: a layer",
+        ] {
             let row = row(name);
             assert_eq!(row.samples.len(), 2, "{name}");
             assert!(row.samples.iter().all(|sample| *sample > 0.0 && sample.is_finite()), "{name}: {row:?}");
