@@ -18,13 +18,13 @@ pub const LINEAR_BF16: Contract = Contract {
     edits: &[
         metal_dot(
             "drops the last column (Metal)",
-            "w1 = c1 < columns ? value_of(w[c1]) : 0.0f;",
+            "w1 = WHOLE || c1 < columns ? value_of(w[c1]) : 0.0f;",
             "w1 = c1 + 1u < columns ? value_of(w[c1]) : 0.0f;",
         ),
         metal_dot(
             "adds in another order (Metal)",
-            "if ((g & 2u) == 0u) even = fma(w1, x1",
-            "if ((g & 4u) == 0u) even = fma(w1, x1",
+            "acc[odd * ROWS + r];\n            const float p",
+            "acc[r];\n            const float p",
         ),
         CUDA_ROUNDING,
         CUDA_THIRD_TILE,
@@ -41,13 +41,13 @@ pub const LINEAR_F32: Contract = Contract {
     edits: &[
         metal_dot(
             "adds in another order (Metal)",
-            "if ((g & 2u) == 0u) even = fma(w1, x1",
-            "if ((g & 4u) == 0u) even = fma(w1, x1",
+            "acc[odd * ROWS + r];\n            const float p",
+            "acc[r];\n            const float p",
         ),
         metal_dot(
             "rounds a product on its own (Metal)",
-            "odd = fma(w1, x1, fma(w0, x0, odd));",
-            "odd = fma(w1, x1, w0 * x0 + odd);",
+            "const float p = fma(w0, input<WHOLE>(x + rows[r], c0, columns), sum);",
+            "const float p = w0 * input<WHOLE>(x + rows[r], c0, columns) + sum;",
         ),
     ],
     ..LINEAR_BF16

@@ -19,16 +19,18 @@ pub const LINEAR_FP8: Contract = Contract {
     edits: &[
         metal("takes the scale of another block row (Metal)", "scales + n / 32u * (", "scales + (n + 1u) / 32u * ("),
         metal("leaves the rounding out (Metal)", "shape.round != 0u ? bf16_round(sum) : sum", "sum"),
-        metal("reads the first row for all (Metal)", "x + ulong(row * shape.groups + part)", "x + ulong(part)"),
+        metal("reads the first rows for all (Metal)", "x + ulong(row * shape.groups + part)", "x + ulong(part)"),
+        metal("skips rows behind a few (Metal)", "return row + ROWS;", "return row + 8u;"),
         metal_dot(
             "adds to the other accumulator (Metal)",
-            "if ((g & 2u) == 0u) even = add_group",
-            "if ((g & 4u) == 0u) even = add_group",
+            "acc[odd * ROWS + r];\n            sum = add_group",
+            "acc[r];\n            sum = add_group",
         ),
+        metal_dot("takes the next row's sum (Metal)", "x + r * step, c0", "x + (r ^ 1u) % ROWS * step, c0"),
         metal_dot(
             "takes a padded scale for the last (Metal)",
-            "const float scale = g < groups ? e8m0_value(scales[g]) : 1.0f;",
-            "const float scale = g + 1u < groups ? e8m0_value(scales[g]) : 1.0f;",
+            "const float scale = WHOLE || g < groups ? e8m0_value(scales[g]) : 1.0f;",
+            "const float scale = WHOLE || g + 1u < groups ? e8m0_value(scales[g]) : 1.0f;",
         ),
         CUDA_ROUNDING,
         CUDA_THIRD_TILE,

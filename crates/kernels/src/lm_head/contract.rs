@@ -16,7 +16,7 @@ pub const LM_HEAD: Contract = Contract {
     edits: &[
         metal_dot(
             "drops the last column (Metal)",
-            "w1 = c1 < columns ? value_of(w[c1]) : 0.0f;",
+            "w1 = WHOLE || c1 < columns ? value_of(w[c1]) : 0.0f;",
             "w1 = c1 + 1u < columns ? value_of(w[c1]) : 0.0f;",
         ),
         metal("takes the rows in order (Metal)", "ulong(row_indices[i]) * columns", "ulong(i) * columns"),

@@ -83,8 +83,8 @@ pub const MOE_EXPERTS: Contract = Contract {
         ),
         metal_dot(
             "drops the last block (Metal)",
-            "block < (columns + 127u) / 128u; block++",
-            "block < columns / 128u; block++",
+            "    if (128u * whole < columns) add_mxfp4<false>(even, odd, codes, scales, x, whole, columns, l, h);\n",
+            "",
         ),
         metal(
             "clamps one side only (Metal)",
