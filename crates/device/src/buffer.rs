@@ -2,7 +2,7 @@
 
 use crate::cpu::CpuBuffer;
 use crate::gpu::{GpuBuffer, GpuDevice, Plain, bytes_of};
-use crate::{Device, Element, LaunchError};
+use crate::{Device, Element, HostBytes, LaunchError};
 
 /// Device memory of a fixed length in bytes, zero at first.
 #[derive(Debug)]
@@ -43,6 +43,20 @@ impl Buffer {
             Buffer::Gpu(buffer) => buffer.driver().write(buffer.span(0, size_of_val(values)), bytes_of(values))?,
         }
         Ok(buffer)
+    }
+
+    /// Host bytes on the device, as they are: without a copy where device and bytes allow it, and then not to be written.
+    /// `element_bytes`: of what kernels read there.
+    ///
+    /// # Errors
+    /// As [`Buffer::zeroed`].
+    pub fn from_host(device: &Device, host: &HostBytes<'_>, element_bytes: usize) -> Result<Buffer, LaunchError> {
+        if let Device::Gpu(gpu) = device
+            && let Some(buffer) = GpuBuffer::mapped(gpu, host, element_bytes)?
+        {
+            return Ok(Buffer::Gpu(buffer));
+        }
+        Buffer::from_slice(device, host.bytes())
     }
 
     /// A second buffer with the same bytes, on the same device and without guards.
@@ -159,7 +173,7 @@ impl Buffer {
         match self {
             Buffer::Cpu(buffer) => buffer.view_mut()[first..first + from.len()].copy_from_slice(from),
             Buffer::Gpu(buffer) => {
-                let span = buffer.span(first * size_of::<T>(), size_of_val(from));
+                let span = buffer.span_mut(first * size_of::<T>(), size_of_val(from));
                 buffer.driver().write(span, bytes_of(from))?;
             }
         }

@@ -4,12 +4,14 @@
 //! GPUs are one member of each: what differs between them lies behind [`gpu::Driver`]. Knows no kernel, no shape and no
 //! model; a kernel family matches on the queue and finds its backend's own types.
 
+pub mod apple;
 mod buffer;
 pub mod cpu;
 #[cfg(feature = "cuda")]
 pub mod cuda;
 mod error;
 pub mod gpu;
+mod host;
 mod log;
 #[cfg(target_os = "macos")]
 pub mod metal;
@@ -17,6 +19,7 @@ mod queue;
 
 pub use buffer::Buffer;
 pub use error::LaunchError;
+pub use host::{HostBytes, Keeper};
 pub use queue::Queue;
 
 use cpu::CpuDevice;

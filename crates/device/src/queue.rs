@@ -97,7 +97,7 @@ impl Queue {
             }
             (Buffer::Gpu(_), Buffer::Gpu(_)) if bytes == 0 => Ok(()),
             (Buffer::Gpu(from), Buffer::Gpu(to)) => {
-                from.driver().copy(from.span(from_byte, bytes), to.span(to_byte, bytes))
+                from.driver().copy(from.span(from_byte, bytes), to.span_mut(to_byte, bytes))
             }
             (Buffer::Cpu(_), Buffer::Gpu(_)) | (Buffer::Gpu(_), Buffer::Cpu(_)) => {
                 panic!("a copy between devices: use Queue::read and Queue::write")
@@ -137,7 +137,7 @@ impl Queue {
                 Ok(())
             }
             Buffer::Gpu(_) if bytes == 0 => Ok(()),
-            Buffer::Gpu(buffer) => buffer.driver().zero(buffer.span(first_byte, bytes)),
+            Buffer::Gpu(buffer) => buffer.driver().zero(buffer.span_mut(first_byte, bytes)),
         }
     }
 

@@ -10,7 +10,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, LazyLock, Mutex, OnceLock};
 use tf_device::gpu::{self, Argument, Backend, Block, Call, Driver, GpuDevice, GpuLimits, Span};
-use tf_device::{Device, LaunchError};
+use tf_device::{Device, HostBytes, LaunchError};
 
 /// Of every block, as on the device.
 const ALIGNMENT: usize = 256;
@@ -218,6 +218,19 @@ impl Driver for Emulated {
         let block = Block(memory.next);
         memory.blocks.insert(block.0, vec![0; bytes]);
         Ok(block)
+    }
+
+    /// As a Mac maps them: behind bytes that are none of the buffer's, at any address that the elements allow.
+    fn map(&self, host: &HostBytes<'_>, element_bytes: usize) -> Result<Option<(Block, usize)>, LaunchError> {
+        let (bytes, first) = (host.bytes(), host.bytes().as_ptr().addr() % ALIGNMENT);
+        let is_kept = host.keeper().is_some() && !bytes.is_empty();
+        if self.backend != Backend::Metal || !is_kept || !first.is_multiple_of(element_bytes) {
+            return Ok(None);
+        }
+        let block = self.allocate(first + bytes.len())?;
+        let span = Span { block, first: 0, bytes: first + bytes.len() };
+        self.write(span, &[&[0xa5; ALIGNMENT][..first], bytes].concat())?;
+        Ok(Some((block, first)))
     }
 
     fn free(&self, block: Block) {

@@ -1,7 +1,7 @@
 //! Memory of a GPU.
 
 use super::{Block, Driver, GpuDevice, Span};
-use crate::{LaunchError, gpu::bytes_of};
+use crate::{HostBytes, LaunchError, gpu::bytes_of};
 use std::sync::Arc;
 
 /// Bytes before and after a guarded block whose pattern is watched; keeps the block's alignment.
@@ -15,6 +15,8 @@ pub struct GpuBuffer {
     first: usize,
     len_bytes: usize,
     guard: Option<u8>,
+    /// Whether the block lies over host memory.
+    is_mapped: bool,
     driver: Arc<dyn Driver>,
 }
 
@@ -26,7 +28,28 @@ impl GpuBuffer {
     pub fn zeroed(device: &GpuDevice, len_bytes: usize) -> Result<GpuBuffer, LaunchError> {
         let driver = device.driver().clone();
         let block = driver.allocate(len_bytes.max(1))?;
-        Ok(GpuBuffer { block, first: 0, len_bytes, guard: None, driver })
+        Ok(GpuBuffer { block, first: 0, len_bytes, guard: None, is_mapped: false, driver })
+    }
+
+    /// A buffer over host bytes that stay where they are, which nothing may write; `None` where the device needs a copy or
+    /// nobody keeps them in place. `element_bytes`: of what kernels read there.
+    ///
+    /// # Errors
+    /// [`LaunchError::Device`].
+    pub fn mapped(
+        device: &GpuDevice,
+        host: &HostBytes<'_>,
+        element_bytes: usize,
+    ) -> Result<Option<GpuBuffer>, LaunchError> {
+        let driver = device.driver().clone();
+        let len_bytes = host.bytes().len();
+        let mapped = driver.map(host, element_bytes)?;
+        Ok(mapped.map(|(block, first)| GpuBuffer { block, first, len_bytes, guard: None, is_mapped: true, driver }))
+    }
+
+    /// Whether it lies over host memory that nothing may write.
+    pub fn is_mapped(&self) -> bool {
+        self.is_mapped
     }
 
     /// As [`crate::Buffer::guarded`].
@@ -37,7 +60,7 @@ impl GpuBuffer {
         let driver = device.driver().clone();
         let whole = len_bytes.checked_add(2 * GUARD_BYTES).ok_or(LaunchError::Memory { bytes: len_bytes })?;
         let block = driver.allocate(whole)?;
-        let buffer = GpuBuffer { block, first: GUARD_BYTES, len_bytes, guard: Some(pattern), driver };
+        let buffer = GpuBuffer { block, first: GUARD_BYTES, len_bytes, guard: Some(pattern), is_mapped: false, driver };
         for first in [0, GUARD_BYTES + len_bytes] {
             buffer.driver.write(Span { block, first, bytes: GUARD_BYTES }, &[pattern; GUARD_BYTES])?;
         }
@@ -47,6 +70,15 @@ impl GpuBuffer {
     /// Bytes of the buffer, without guards.
     pub fn len_bytes(&self) -> usize {
         self.len_bytes
+    }
+
+    /// As [`GpuBuffer::span`], to be written.
+    ///
+    /// # Panics
+    /// As [`GpuBuffer::span`], and when the buffer is mapped.
+    pub fn span_mut(&self, first: usize, bytes: usize) -> Span {
+        assert!(!self.is_mapped(), "a mapped buffer is to be written");
+        self.span(first, bytes)
     }
 
     /// Bytes of the buffer in the driver's terms.

@@ -2,7 +2,7 @@
 
 use super::rounds::{Counts, Giving};
 use super::{Backend, Program, Tuning};
-use crate::LaunchError;
+use crate::{HostBytes, LaunchError};
 use std::fmt::Debug;
 
 /// What a device can take.
@@ -18,7 +18,7 @@ pub struct GpuLimits {
     pub units: u32,
     /// All of its memory.
     pub memory_bytes: u64,
-    /// Which code it runs: `90a` and the like for CUDA, the chip for Metal.
+    /// Which code it runs: `90a` and the like for CUDA, the GPU family for Metal (`apple9`).
     pub target: String,
 }
 
@@ -87,6 +87,15 @@ pub trait Driver: Debug + Send + Sync {
     /// # Errors
     /// [`LaunchError::DeviceMemory`] with the figures.
     fn allocate(&self, bytes: usize) -> Result<Block, LaunchError>;
+
+    /// A block over host bytes that stay where they are, and where they start in it. `None` where the device needs a copy, or
+    /// nobody keeps them. The driver holds their keeper until the block is freed and its work is done; launches only read it.
+    ///
+    /// # Errors
+    /// [`LaunchError::Device`].
+    fn map(&self, _host: &HostBytes<'_>, _element_bytes: usize) -> Result<Option<(Block, usize)>, LaunchError> {
+        Ok(None)
+    }
 
     /// Gives a block back once, after everything that uses it.
     fn free(&self, block: Block);

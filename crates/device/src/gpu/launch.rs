@@ -18,6 +18,11 @@ pub struct Program {
 impl Program {
     /// The Metal source as a compiler takes it: each quoted include in its place, once.
     pub fn metal_text(&self) -> Option<String> {
+        Some(Program::expanded(self.metal?, self.metal_includes))
+    }
+
+    /// As [`Program::metal_text`], for texts of which one may be another than the program's own.
+    pub fn expanded(text: &str, includes: &[(&str, &str)]) -> String {
         fn expand(text: &str, includes: &[(&str, &str)], seen: &mut Vec<String>, out: &mut String) {
             for line in text.lines() {
                 let wanted = line.trim().strip_prefix("#include \"").and_then(|rest| rest.strip_suffix('"'));
@@ -34,8 +39,8 @@ impl Program {
             }
         }
         let mut out = String::new();
-        expand(self.metal?, self.metal_includes, &mut Vec::new(), &mut out);
-        Some(out)
+        expand(text, includes, &mut Vec::new(), &mut out);
+        out
     }
 }
 

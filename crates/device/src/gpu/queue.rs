@@ -157,11 +157,15 @@ fn argument<'a>(binding: &'a Binding<'_>) -> Argument<'a> {
         let buffer = gpu_buffer(buffer);
         buffer.span(first, buffer.len_bytes().saturating_sub(first))
     };
+    let written = |buffer: &Buffer, first: usize| {
+        let buffer = gpu_buffer(buffer);
+        buffer.span_mut(first, buffer.len_bytes().saturating_sub(first))
+    };
     match binding {
         Binding::Read(buffer) => Argument::Read(span(buffer, 0)),
         Binding::ReadAt(buffer, first) => Argument::Read(span(buffer, *first)),
-        Binding::Write(buffer) => Argument::Write(span(buffer, 0)),
-        Binding::WriteAt(buffer, first) => Argument::Write(span(buffer, *first)),
+        Binding::Write(buffer) => Argument::Write(written(buffer, 0)),
+        Binding::WriteAt(buffer, first) => Argument::Write(written(buffer, *first)),
         Binding::Bytes(bytes) => Argument::Bytes(bytes),
         Binding::Missing => Argument::Missing,
     }

@@ -1,49 +1,78 @@
 //! The driver: memory, programs and launches of one Metal device.
 
-use super::stream::Stream;
-use crate::LaunchError;
-use crate::gpu::{Argument, Backend, Block, Call, Driver, GpuLimits, Program, Span};
-use objc2::rc::Retained;
+use super::Choices;
+use super::memory::{BufferObject, Memory};
+use super::programs::{Kept, Missing, Pipeline, Programs};
+use super::stream::{Stream, contents};
+use super::system::{DeviceObject, page_bytes};
+use super::warm;
+use crate::apple::chip::Chip;
+use crate::apple::entry::{self, Launched, Log};
+use crate::gpu::{Argument, Backend, Block, Call, Driver, GpuLimits, Span};
+use crate::{HostBytes, LaunchError};
+use objc2::rc::{Retained, autoreleasepool};
 use objc2::runtime::ProtocolObject;
-use objc2_foundation::NSString;
-use objc2_metal::{
-    MTLBuffer, MTLCompileOptions, MTLComputeCommandEncoder, MTLComputePipelineState, MTLDevice, MTLLanguageVersion,
-    MTLLibrary, MTLMathMode, MTLResourceOptions, MTLSize,
-};
-use std::collections::HashMap;
+use objc2_metal::{MTLComputeCommandEncoder, MTLComputePipelineState, MTLDevice, MTLResourceOptions, MTLSize};
 use std::fmt;
-use std::ptr::NonNull;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
 
 /// Bytes that a launch may bring without a buffer of their own.
 const INLINE_BYTES_MAX: usize = 4096;
-/// Of the buffer that stands for none.
-const DUMMY_BYTES: usize = 16;
-
-pub(super) type BufferObject = Retained<ProtocolObject<dyn MTLBuffer>>;
-type Pipeline = Retained<ProtocolObject<dyn MTLComputePipelineState>>;
-type Library = Retained<ProtocolObject<dyn MTLLibrary>>;
+/// Of the buffer that stands for none, and of the one that ticks write.
+const SMALL_BYTES: usize = 16;
+/// The number in the argument table of the buffer that stands for none; blocks count from 1.
+const DUMMY: u64 = 0;
+/// Buffers that one kernel may bind.
+const BUFFERS_MAX: u32 = 31;
 
 pub(super) struct MetalDriver {
-    device: Retained<ProtocolObject<dyn MTLDevice>>,
+    device: DeviceObject,
     name: String,
     limits: GpuLimits,
-    state: Mutex<State>,
+    simdgroups: Option<u32>,
+    log: Option<Log>,
+    notice: fn(&str),
+    state: Arc<Mutex<State>>,
 }
 
-struct State {
+pub(super) struct State {
     stream: Stream,
+    memory: Memory,
+    programs: Programs,
     /// What a binding without a buffer points at.
     dummy: BufferObject,
-    blocks: HashMap<u64, BufferObject>,
-    next: u64,
-    /// By the address of the program, which is a static.
-    libraries: HashMap<usize, Library>,
-    pipelines: HashMap<(usize, &'static str), Pipeline>,
+    ticked: BufferObject,
+    /// When the last round ended.
+    pub worked: Instant,
 }
 
 // SAFETY: Metal's objects belong to no thread; those that may not be used by two at once lie behind the driver's lock.
 unsafe impl Send for State {}
+
+impl State {
+    /// Whether something was given and not waited for.
+    pub fn is_busy(&self) -> bool {
+        !self.stream.is_idle()
+    }
+
+    /// See [`Stream::tick`].
+    pub fn tick(&self) {
+        self.stream.tick(&self.ticked);
+    }
+
+    fn finish(&mut self, notice: fn(&str)) -> Result<(), String> {
+        if self.stream.is_idle() {
+            return Ok(());
+        }
+        self.memory.commit_residency();
+        let finished = self.stream.finish();
+        self.memory.settle();
+        self.programs.round_ended().iter().for_each(|problem| notice(problem));
+        self.worked = Instant::now();
+        finished
+    }
+}
 
 impl fmt::Debug for MetalDriver {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -51,24 +80,48 @@ impl fmt::Debug for MetalDriver {
     }
 }
 
+impl Drop for MetalDriver {
+    fn drop(&mut self) {
+        let notice = self.notice;
+        autoreleasepool(|_| {
+            let mut state = self.state();
+            // A failure has nowhere to be reported any more.
+            drop(state.finish(notice));
+            state.programs.write().iter().for_each(|problem| notice(problem));
+        });
+    }
+}
+
 impl MetalDriver {
     /// With one queue.
-    pub fn new(device: Retained<ProtocolObject<dyn MTLDevice>>) -> Result<MetalDriver, LaunchError> {
+    pub fn new(
+        device: DeviceObject,
+        chip: Chip,
+        kept: Option<Kept>,
+        choices: Choices,
+    ) -> Result<MetalDriver, LaunchError> {
         let name = device.name().to_string();
         let refused = |text: &str| LaunchError::Device { device: name.clone(), text: text.into() };
         let queue = device.newCommandQueue().ok_or_else(|| refused("it gives no command queue"))?;
-        let dummy = device.newBufferWithLength_options(DUMMY_BYTES, MTLResourceOptions::StorageModeShared);
-        let dummy = dummy.ok_or_else(|| refused("it gives no memory"))?;
-        let limits = super::limits_of(&device);
-        let state = State {
-            stream: Stream::new(queue),
-            dummy,
-            blocks: HashMap::new(),
-            next: 0,
-            libraries: HashMap::new(),
-            pipelines: HashMap::new(),
+        let small = || {
+            let buffer = device.newBufferWithLength_options(SMALL_BYTES, MTLResourceOptions::StorageModeShared);
+            buffer.ok_or_else(|| refused("it gives no memory"))
         };
-        Ok(MetalDriver { device, name, limits, state: Mutex::new(state) })
+        let limits = limits_of(&device, &chip);
+        let state = State {
+            memory: Memory::new(device.clone(), &queue, chip.has_residency_sets, page_bytes()),
+            stream: Stream::new(device.clone(), queue).ok_or_else(|| refused("it gives no event"))?,
+            programs: Programs::new(device.clone(), limits.target.clone(), kept, choices.edit),
+            dummy: small()?,
+            ticked: small()?,
+            worked: Instant::now(),
+        };
+        let state = Arc::new(Mutex::new(state));
+        if !choices.keep_warm.is_zero() {
+            warm::keep(Arc::downgrade(&state), choices.keep_warm);
+        }
+        let Choices { simdgroups, log, notice, .. } = choices;
+        Ok(MetalDriver { device, name, limits, simdgroups, log, notice, state })
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -79,88 +132,122 @@ impl MetalDriver {
         LaunchError::Device { device: self.name.clone(), text: text.to_string() }
     }
 
-    fn pipeline(
-        &self,
-        state: &mut State,
-        program: &'static Program,
-        entry: &'static str,
-    ) -> Result<Pipeline, LaunchError> {
-        let key = std::ptr::from_ref(program) as usize;
-        if let Some(pipeline) = state.pipelines.get(&(key, entry)) {
-            return Ok(pipeline.clone());
-        }
-        let missing = || LaunchError::NoKernel { program: program.name, entry, backend: Backend::Metal };
-        if !state.libraries.contains_key(&key) {
-            let source = program.metal_text().ok_or_else(missing)?;
-            let options = MTLCompileOptions::new();
-            options.setMathMode(MTLMathMode::Safe);
-            options.setLanguageVersion(MTLLanguageVersion::Version3_1);
-            let library = self.device.newLibraryWithSource_options_error(&NSString::from_str(&source), Some(&options));
-            state.libraries.insert(key, library.map_err(|error| self.failed(error))?);
-        }
-        let function = state.libraries[&key].newFunctionWithName(&NSString::from_str(entry)).ok_or_else(missing)?;
-        let pipeline = self.device.newComputePipelineStateWithFunction_error(&function);
-        let pipeline = pipeline.map_err(|error| self.failed(error))?;
-        state.pipelines.insert((key, entry), pipeline.clone());
-        Ok(pipeline)
-    }
-
-    /// A copy of host bytes that lives until the command buffer that uses it is done.
-    fn staged(&self, bytes: &[u8]) -> Result<BufferObject, LaunchError> {
-        let pointer = NonNull::from(bytes).cast();
-        // SAFETY: the pointer is valid for the length, and the bytes are copied before the call returns.
-        let buffer = unsafe {
-            self.device.newBufferWithBytes_length_options(pointer, bytes.len(), MTLResourceOptions::StorageModeShared)
-        };
-        buffer.ok_or_else(|| self.no_memory(bytes.len()))
-    }
-
     fn no_memory(&self, bytes: usize) -> LaunchError {
-        let total = self.limits.memory_bytes;
-        let free = total.saturating_sub(self.device.currentAllocatedSize() as u64);
+        let (free, total) = (self.free(), self.limits.memory_bytes);
         LaunchError::DeviceMemory { device: self.name.clone(), bytes, free, total }
+    }
+
+    fn free(&self) -> u64 {
+        self.limits.memory_bytes.saturating_sub(self.device.currentAllocatedSize() as u64)
     }
 
     fn bind(
         &self,
-        state: &State,
-        encoder: &ProtocolObject<dyn MTLComputeCommandEncoder>,
+        state: &mut State,
+        encoder: &Retained<ProtocolObject<dyn MTLComputeCommandEncoder>>,
         index: usize,
         argument: &Argument<'_>,
     ) -> Result<(), LaunchError> {
-        let (buffer, first) = match argument {
-            Argument::Read(span) | Argument::Write(span) => (self.block(state, span.block)?.clone(), span.first),
-            Argument::Missing => (state.dummy.clone(), 0),
-            Argument::Bytes(bytes) if bytes.is_empty() => (state.dummy.clone(), 0),
-            Argument::Bytes(bytes) if bytes.len() <= INLINE_BYTES_MAX => {
-                set_bytes(encoder, bytes, index);
-                return Ok(());
+        match argument {
+            Argument::Read(span) | Argument::Write(span) => {
+                let buffer = self.block(state, span.block)?;
+                state.stream.bind(encoder, index, &buffer, span.block.0, span.first);
             }
-            Argument::Bytes(bytes) => (self.staged(bytes)?, 0),
-        };
-        // SAFETY: the offset lies inside the buffer (callers check spans), and the command buffer keeps the buffer alive.
-        unsafe { encoder.setBuffer_offset_atIndex(Some(&buffer), first, index) };
+            Argument::Missing => state.stream.bind(encoder, index, &state.dummy, DUMMY, 0),
+            Argument::Bytes(bytes) if bytes.is_empty() => state.stream.bind(encoder, index, &state.dummy, DUMMY, 0),
+            Argument::Bytes(bytes) if bytes.len() <= INLINE_BYTES_MAX => state.stream.bind_bytes(encoder, index, bytes),
+            Argument::Bytes(bytes) => {
+                let staged = state.stream.stage(bytes).ok_or_else(|| self.no_memory(bytes.len()))?;
+                state.stream.bind(encoder, index, &staged.buffer, staged.number, staged.first);
+            }
+        }
         Ok(())
     }
 
-    fn block<'a>(&self, state: &'a State, block: Block) -> Result<&'a BufferObject, LaunchError> {
-        state.blocks.get(&block.0).ok_or_else(|| self.failed(format_args!("there is no block {}", block.0)))
+    fn block(&self, state: &State, block: Block) -> Result<BufferObject, LaunchError> {
+        let buffer = state.memory.buffer(block.0).cloned();
+        buffer.ok_or_else(|| self.failed(format_args!("there is no block {}", block.0)))
+    }
+
+    fn encode(&self, state: &mut State, call: &Call<'_>) -> Result<(), LaunchError> {
+        let missing =
+            || LaunchError::NoKernel { program: call.program.name, entry: call.entry, backend: Backend::Metal };
+        let pipeline = state.programs.pipeline(call.program, call.entry).map_err(|why| match why {
+            Missing::Entry => missing(),
+            Missing::Failed(text) => self.failed(text),
+        })?;
+        let threads_max = u32::try_from(pipeline.maxTotalThreadsPerThreadgroup()).unwrap_or(u32::MAX);
+        let (groups, threads) = entry::geometry(call, self.simdgroups, threads_max);
+        let shared_bytes = call.shared_bytes.next_multiple_of(16) as usize;
+        self.check(&pipeline, call, threads, shared_bytes)?;
+        let encoder = state.stream.compute().map_err(|text| self.failed(text))?;
+        encoder.setComputePipelineState(&pipeline);
+        for (index, argument) in call.arguments.iter().enumerate() {
+            self.bind(state, &encoder, index, argument)?;
+        }
+        if !call.shape.is_empty() {
+            state.stream.bind_bytes(&encoder, call.arguments.len(), call.shape);
+        }
+        if shared_bytes > 0 {
+            // SAFETY: the length was checked against the device's limit.
+            unsafe { encoder.setThreadgroupMemoryLength_atIndex(shared_bytes, 0) };
+        }
+        encoder.dispatchThreadgroups_threadsPerThreadgroup(size(groups), size(threads));
+        Ok(())
+    }
+
+    /// Holds a launch against what the compiled pipeline takes on this chip.
+    fn check(
+        &self,
+        pipeline: &Pipeline,
+        call: &Call<'_>,
+        threads: u32,
+        shared_bytes: usize,
+    ) -> Result<(), LaunchError> {
+        let most = pipeline.maxTotalThreadsPerThreadgroup();
+        let threadgroup_bytes = pipeline.staticThreadgroupMemoryLength() + shared_bytes;
+        let simd_width = pipeline.threadExecutionWidth();
+        let count = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
+        if let Some(log) = &self.log {
+            log.lock().unwrap_or_else(PoisonError::into_inner).insert(Launched {
+                entry: call.entry,
+                threads,
+                pipeline_threads_max: count(most),
+                threadgroup_bytes: count(threadgroup_bytes),
+                simd_width: count(simd_width),
+                buffers: count(call.arguments.len() + 1),
+                argument_bytes: count(call.shape.len()),
+            });
+        }
+        LaunchError::check_limit("the threads of a group, after its registers,", threads as usize, most)?;
+        let limit = self.limits.shared_bytes_max as usize;
+        LaunchError::check_limit("a group's memory, with what the kernel declares,", threadgroup_bytes, limit)?;
+        LaunchError::check_shape("the threads of a SIMD group", simd_width, entry::LANES as usize)
+    }
+
+    fn allocated(&self, state: &mut State, bytes: usize) -> Result<Block, LaunchError> {
+        LaunchError::check_limit("the bytes of a buffer", bytes, state.memory.buffer_bytes_max())?;
+        let block = state.memory.allocate(bytes).ok_or_else(|| self.no_memory(bytes))?;
+        let buffer = self.block(state, Block(block))?;
+        // SAFETY: the buffer is as long as was asked for, and nothing given to the device uses its place.
+        unsafe { contents(&buffer, 0).write_bytes(0, bytes) };
+        Ok(Block(block))
     }
 }
 
-fn set_bytes(encoder: &ProtocolObject<dyn MTLComputeCommandEncoder>, bytes: &[u8], index: usize) {
-    // SAFETY: the pointer is valid for the length, and the bytes are copied before the call returns.
-    unsafe { encoder.setBytes_length_atIndex(NonNull::from(bytes).cast(), bytes.len(), index) };
+fn limits_of(device: &ProtocolObject<dyn MTLDevice>, chip: &Chip) -> GpuLimits {
+    GpuLimits {
+        threads_max: u32::try_from(device.maxThreadsPerThreadgroup().width).unwrap_or(u32::MAX),
+        shared_bytes_max: u32::try_from(device.maxThreadgroupMemoryLength()).unwrap_or(u32::MAX),
+        buffers_max: BUFFERS_MAX,
+        units: chip.cores,
+        memory_bytes: device.recommendedMaxWorkingSetSize(),
+        target: chip.target(),
+    }
 }
 
 fn size(width: u32) -> MTLSize {
     MTLSize { width: width as usize, height: 1, depth: 1 }
-}
-
-/// Bytes of a shared buffer, as the host sees them.
-fn contents(buffer: &BufferObject, first: usize) -> *mut u8 {
-    // SAFETY: callers stay inside the buffer's length.
-    unsafe { buffer.contents().as_ptr().cast::<u8>().add(first) }
 }
 
 impl Driver for MetalDriver {
@@ -177,88 +264,79 @@ impl Driver for MetalDriver {
     }
 
     fn free_bytes(&self) -> Result<u64, LaunchError> {
-        Ok(self.limits.memory_bytes.saturating_sub(self.device.currentAllocatedSize() as u64))
+        Ok(self.free())
     }
 
     fn allocate(&self, bytes: usize) -> Result<Block, LaunchError> {
-        let buffer = self.device.newBufferWithLength_options(bytes, MTLResourceOptions::StorageModeShared);
-        let buffer = buffer.ok_or_else(|| self.no_memory(bytes))?;
-        // SAFETY: the buffer is new, and as long as was asked for.
-        unsafe { contents(&buffer, 0).write_bytes(0, bytes) };
-        let mut state = self.state();
-        state.next += 1;
-        let block = Block(state.next);
-        state.blocks.insert(block.0, buffer);
-        Ok(block)
+        autoreleasepool(|_| self.allocated(&mut self.state(), bytes))
+    }
+
+    fn map(&self, host: &HostBytes<'_>, element_bytes: usize) -> Result<Option<(Block, usize)>, LaunchError> {
+        let mapped = autoreleasepool(|_| self.state().memory.map(host, element_bytes));
+        Ok(mapped.map(|(block, first)| (Block(block), first)))
     }
 
     fn free(&self, block: Block) {
-        // A command buffer keeps what it uses until it is done.
-        self.state().blocks.remove(&block.0);
+        autoreleasepool(|_| {
+            let mut state = self.state();
+            let is_busy = state.is_busy();
+            state.stream.forget(block.0);
+            state.memory.free(block.0, is_busy);
+        });
     }
 
     fn launch(&self, call: &Call<'_>) -> Result<(), LaunchError> {
-        let mut state = self.state();
-        let pipeline = self.pipeline(&mut state, call.program, call.entry)?;
-        let most = pipeline.maxTotalThreadsPerThreadgroup();
-        LaunchError::check_limit("the threads of a group, after its registers,", call.threads as usize, most)?;
-        let encoder = state.stream.compute().map_err(|text| self.failed(text))?;
-        encoder.setComputePipelineState(&pipeline);
-        for (index, argument) in call.arguments.iter().enumerate() {
-            self.bind(&state, &encoder, index, argument)?;
-        }
-        if !call.shape.is_empty() {
-            set_bytes(&encoder, call.shape, call.arguments.len());
-        }
-        if call.shared_bytes > 0 {
-            // SAFETY: callers check the length against the device's limit.
-            unsafe {
-                encoder.setThreadgroupMemoryLength_atIndex(call.shared_bytes.next_multiple_of(16) as usize, 0);
-            }
-        }
-        encoder.dispatchThreadgroups_threadsPerThreadgroup(size(call.groups), size(call.threads));
-        Ok(())
+        autoreleasepool(|_| self.encode(&mut self.state(), call))
     }
 
     fn copy(&self, from: Span, to: Span) -> Result<(), LaunchError> {
-        let mut state = self.state();
-        let (source, target) = (self.block(&state, from.block)?.clone(), self.block(&state, to.block)?.clone());
-        let copied = state.stream.copy(&source, from.first, &target, to.first, from.bytes);
-        copied.map_err(|text| self.failed(text))
+        autoreleasepool(|_| {
+            let mut state = self.state();
+            let (source, target) = (self.block(&state, from.block)?, self.block(&state, to.block)?);
+            let copied = state.stream.copy(&source, from.first, &target, to.first, from.bytes);
+            copied.map_err(|text| self.failed(text))
+        })
     }
 
     fn zero(&self, span: Span) -> Result<(), LaunchError> {
-        let mut state = self.state();
-        let buffer = self.block(&state, span.block)?.clone();
-        state.stream.zero(&buffer, span.first, span.bytes).map_err(|text| self.failed(text))
+        autoreleasepool(|_| {
+            let mut state = self.state();
+            let buffer = self.block(&state, span.block)?;
+            state.stream.zero(&buffer, span.first, span.bytes).map_err(|text| self.failed(text))
+        })
     }
 
     fn read(&self, from: Span, to: &mut [u8]) -> Result<(), LaunchError> {
-        let mut state = self.state();
-        state.stream.finish().map_err(|text| self.failed(text))?;
-        let buffer = self.block(&state, from.block)?;
-        // SAFETY: callers check the range, the device is idle, and a host slice never overlaps device memory.
-        unsafe { contents(buffer, from.first).copy_to_nonoverlapping(to.as_mut_ptr(), to.len()) };
-        Ok(())
+        autoreleasepool(|_| {
+            let mut state = self.state();
+            state.finish(self.notice).map_err(|text| self.failed(text))?;
+            let buffer = self.block(&state, from.block)?;
+            // SAFETY: callers check the range, the device is idle, and a host slice never overlaps device memory.
+            unsafe { contents(&buffer, from.first).copy_to_nonoverlapping(to.as_mut_ptr(), to.len()) };
+            Ok(())
+        })
     }
 
     fn write(&self, to: Span, from: &[u8]) -> Result<(), LaunchError> {
-        let mut state = self.state();
-        let buffer = self.block(&state, to.block)?.clone();
-        if state.stream.is_idle() {
-            // SAFETY: as in `read`.
-            unsafe { contents(&buffer, to.first).copy_from_nonoverlapping(from.as_ptr(), from.len()) };
-            return Ok(());
-        }
-        if from.is_empty() {
-            return Ok(());
-        }
-        // Launches before it may still read the old bytes.
-        let staged = self.staged(from)?;
-        state.stream.copy(&staged, 0, &buffer, to.first, from.len()).map_err(|text| self.failed(text))
+        autoreleasepool(|_| {
+            let mut state = self.state();
+            let buffer = self.block(&state, to.block)?;
+            if !state.is_busy() {
+                // SAFETY: as in `read`.
+                unsafe { contents(&buffer, to.first).copy_from_nonoverlapping(from.as_ptr(), from.len()) };
+                return Ok(());
+            }
+            if from.is_empty() {
+                return Ok(());
+            }
+            // Launches before it may still read the old bytes.
+            let staged = state.stream.stage(from).ok_or_else(|| self.no_memory(from.len()))?;
+            let copied = state.stream.copy(&staged.buffer, staged.first, &buffer, to.first, from.len());
+            copied.map_err(|text| self.failed(text))
+        })
     }
 
     fn finish(&self) -> Result<(), LaunchError> {
-        self.state().stream.finish().map_err(|text| self.failed(text))
+        autoreleasepool(|_| self.state().finish(self.notice).map_err(|text| self.failed(text)))
     }
 }

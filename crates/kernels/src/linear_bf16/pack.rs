@@ -3,7 +3,7 @@
 use super::pack_cuda;
 use crate::pack::{PackError, check_length, check_multiple};
 use tf_device::gpu::Backend;
-use tf_device::{Buffer, Device, LaunchError};
+use tf_device::{Buffer, Device, HostBytes, LaunchError};
 
 /// Columns of one step of the summation order.
 const GROUP: usize = 32;
@@ -25,7 +25,7 @@ impl Dtype {
 }
 
 /// A packed unquantised weight. On the CPU: `[rows, columns rounded up to 32]`, the padding zero. For Metal: the checkpoint's
-/// bytes. For CUDA: bf16 as [`pack_cuda`] says, float32 as it is.
+/// bytes, where they are if somebody keeps them. For CUDA: bf16 as [`pack_cuda`] says, float32 as it is.
 #[derive(Debug)]
 pub struct Weights {
     rows: usize,
@@ -39,13 +39,15 @@ impl Weights {
     ///
     /// # Errors
     /// [`PackError`] when the byte count differs from the shape or the device has no room.
-    pub fn pack(
+    pub fn pack<'a>(
         device: &Device,
-        weight: &[u8],
+        weight: impl Into<HostBytes<'a>>,
         dtype: Dtype,
         rows: usize,
         columns: usize,
     ) -> Result<Weights, PackError> {
+        let host = weight.into();
+        let weight = host.bytes();
         check_multiple("the weight's row count", rows, 1)?;
         check_multiple("the weight's column count", columns, 1)?;
         check_length("the weight", weight, rows * columns * dtype.bytes(), rows, columns)?;
@@ -56,7 +58,8 @@ impl Weights {
                 return Ok(Weights { rows, columns, dtype, values });
             }
             (Some(Backend::Metal), _) | (Some(Backend::Cuda), Dtype::F32) => {
-                return Ok(Weights { rows, columns, dtype, values: Buffer::from_slice(device, weight)? });
+                let values = Buffer::from_host(device, &host, dtype.bytes())?;
+                return Ok(Weights { rows, columns, dtype, values });
             }
         }
         let stride = columns.next_multiple_of(GROUP);

@@ -3,7 +3,7 @@
 use super::{COLUMNS_MAX, pack_cuda};
 use crate::pack::{PackError, check_length, check_multiple, check_scales};
 use tf_device::gpu::Backend;
-use tf_device::{Buffer, Device, LaunchError};
+use tf_device::{Buffer, Device, HostBytes, LaunchError};
 
 /// Rows and columns of a scale block.
 pub(crate) const BLOCK: usize = 32;
@@ -11,7 +11,7 @@ pub(crate) const BLOCK: usize = 32;
 /// A packed FP8 weight.
 ///
 /// On the CPU: codes `[rows, column_blocks * 32]`, the padding zero, and float32 scales `[row_blocks, column_blocks]`. For
-/// Metal: the checkpoint's bytes. For CUDA: [`pack_cuda`].
+/// Metal: the checkpoint's bytes, where they are if somebody keeps them. For CUDA: [`pack_cuda`].
 #[derive(Debug)]
 pub struct Weights {
     rows: usize,
@@ -25,13 +25,15 @@ impl Weights {
     ///
     /// # Errors
     /// [`PackError`] when a byte count differs from the shape, a scale or a weight is not a number, or the device has no room.
-    pub fn pack(
+    pub fn pack<'a>(
         device: &Device,
-        weight: &[u8],
-        scale: &[u8],
+        weight: impl Into<HostBytes<'a>>,
+        scale: impl Into<HostBytes<'a>>,
         rows: usize,
         columns: usize,
     ) -> Result<Weights, PackError> {
+        let (codes, scales) = (weight.into(), scale.into());
+        let (weight, scale) = (codes.bytes(), scales.bytes());
         check_multiple("the weight's row count", rows, 1)?;
         check_multiple("the weight's column count", columns, 1)?;
         LaunchError::check_limit("the weight's column count", columns, COLUMNS_MAX)?;
@@ -45,7 +47,7 @@ impl Weights {
         match device.backend() {
             None => {}
             Some(Backend::Metal) => {
-                let (codes, scales) = (Buffer::from_slice(device, weight)?, Buffer::from_slice(device, scale)?);
+                let (codes, scales) = (Buffer::from_host(device, &codes, 1)?, Buffer::from_host(device, &scales, 1)?);
                 return Ok(Weights { rows, columns, codes, scales });
             }
             Some(Backend::Cuda) => {

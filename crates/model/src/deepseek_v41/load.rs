@@ -8,7 +8,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
 use tf_checkpoint::{Checkpoint, Dtype, View};
-use tf_device::{Buffer, Device, LaunchError};
+use tf_device::gpu::Backend;
+use tf_device::{Buffer, Device, HostBytes, LaunchError};
 use tf_kernels::draft_head::pack as markov;
 use tf_kernels::pack::PackError;
 use tf_kernels::{linear_bf16, linear_fp8, moe_experts};
@@ -194,7 +195,8 @@ impl Weights {
         let packed = |owner| !matches!(owner, Owner::EngramTable | Owner::Vision);
         let tensors = weights::table(shape).into_iter().filter(|spec| packed(spec.owner));
         let total_bytes = tensors.map(|spec| bound.view(&spec.name).bytes.len() as u64).sum();
-        let loader = Loader { bound, shape, device, done_bytes: AtomicU64::new(0), total_bytes, progress };
+        let done_bytes = AtomicU64::new(0);
+        let loader = Loader { bound, checkpoint: &checkpoint, shape, device, done_bytes, total_bytes, progress };
 
         let embed = loader.bf16("embed.weight")?;
         let norm = loader.f32("norm.weight")?;
@@ -367,6 +369,7 @@ fn packed_bytes(spec: &weights::TensorSpec) -> usize {
 /// Packs tensors by name and counts their bytes.
 struct Loader<'a> {
     bound: Bound<'a>,
+    checkpoint: &'a Arc<Checkpoint>,
     shape: &'a Shape,
     device: &'a Device,
     done_bytes: AtomicU64,
@@ -543,6 +546,11 @@ impl Loader<'_> {
         view
     }
 
+    /// The bytes of a tensor that was viewed, kept by the checkpoint: a device may read them where they are.
+    fn in_place(&self, name: &str) -> HostBytes<'_> {
+        HostBytes::kept(self.checkpoint, |checkpoint| checkpoint.view(name).map_or(&[], |view| view.bytes))
+    }
+
     /// Scales without a 255.
     fn scale(&self, name: &str) -> Result<View<'_>, LoadError> {
         let view = self.view(name);
@@ -556,7 +564,8 @@ impl Loader<'_> {
         let weight = self.view(&format!("{stem}.weight"));
         let scale = self.scale(&format!("{stem}.scale"))?;
         let (rows, columns) = (weight.shape[0], weight.shape[1]);
-        let packed = linear_fp8::Weights::pack(self.device, weight.bytes, scale.bytes, rows, columns);
+        let (codes, scales) = (self.in_place(weight.name), self.in_place(scale.name));
+        let packed = linear_fp8::Weights::pack(self.device, codes, scales, rows, columns);
         packed.map_err(|source| refused(&weight, source))
     }
 
@@ -572,10 +581,10 @@ impl Loader<'_> {
         }
         let joined: Vec<u8>;
         let bytes = match views[..] {
-            [one] => one.bytes,
+            [one] => self.in_place(one.name),
             _ => {
                 joined = views.iter().flat_map(|view| view.bytes).copied().collect();
-                &joined
+                HostBytes::from(&joined)
             }
         };
         let rows = views.iter().map(|view| view.shape[0]).sum();
@@ -600,7 +609,15 @@ impl Loader<'_> {
     /// A bf16 table as it is.
     fn bf16(&self, name: &str) -> Result<Buffer, LoadError> {
         let view = self.view(name);
-        self.place(&view, &bf16_bits(&view)?)
+        let bits = bf16_bits(&view)?;
+        match self.device.backend() {
+            // The bytes are the values on a little-endian host.
+            Some(Backend::Metal) if cfg!(target_endian = "little") => {
+                let failed = |source| LoadError::Device { tensor: view.name.to_owned(), source };
+                Buffer::from_host(self.device, &self.in_place(view.name), size_of::<u16>()).map_err(failed)
+            }
+            _ => self.place(&view, &bits),
+        }
     }
 
     fn place<T: tf_device::Element>(&self, view: &View<'_>, values: &[T]) -> Result<Buffer, LoadError> {
