@@ -7,7 +7,7 @@ use std::fmt;
 
 use crate::options::{
     Alias, Answer, Command, DefaultValue, Environment, Form, Kind, OPTIONS, OptionSpec, PASTED, PREFIX, Pasted,
-    SECOND_WAVE_FLAGS, find,
+    SECOND_WAVE_FLAGS, find, other_build,
 };
 
 /// A checked value.
@@ -554,7 +554,8 @@ pub fn parse_value(kind: Kind, text: &str) -> Result<Value, String> {
             if built.contains(&text) {
                 Ok(Value::Text(text.to_owned()))
             } else if later.contains(&word) {
-                Err(format!("{}: {word} is not built yet", built.join(" or ")))
+                let reason = other_build(word).map_or_else(|| format!("{word} is not built yet"), str::to_owned);
+                Err(format!("{}: {reason}", built.join(" or ")))
             } else {
                 Err(built.join(" or "))
             }

@@ -8,10 +8,12 @@ pub const COMMIT: &str = env!("TF_BUILD_COMMIT");
 /// Digest of the sources that decide a bit of a kept state.
 pub const SOURCES: &str = env!("TF_BUILD_SOURCES");
 /// Backends that this build can run on.
-#[cfg(not(feature = "cuda"))]
-pub const BACKENDS: &[&str] = &["cpu"];
-#[cfg(feature = "cuda")]
-pub const BACKENDS: &[&str] = &["cpu", "cuda"];
+pub const BACKENDS: &[&str] = match (cfg!(feature = "cuda"), cfg!(target_os = "macos")) {
+    (false, false) => &["cpu"],
+    (true, false) => &["cpu", "cuda"],
+    (false, true) => &["cpu", "metal"],
+    (true, true) => &["cpu", "cuda", "metal"],
+};
 
 /// One line for `--version`.
 pub fn text() -> String {

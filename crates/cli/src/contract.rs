@@ -11,7 +11,12 @@ pub fn run(arguments: &Arguments) -> Result<(), Failure> {
     }
     let options = Options {
         program: "tensorfold contract",
-        backend: Backend::Cpu,
+        backend: match arguments.text("backend") {
+            Some("cuda") => Backend::Cuda,
+            Some("metal") => Backend::Metal,
+            // What this program runs on where nobody says is proved by `selftest`.
+            _ => Backend::Cpu,
+        },
         only: arguments.text("only").unwrap_or(tf_contract::run::ALL).to_owned(),
         list: arguments.is_on("list"),
         json: arguments.text("json").map(Into::into),

@@ -28,8 +28,8 @@ pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failu
     let named = named.or_else(|| arguments.text("model").filter(|_| arguments.is_given("model")));
     let Some(name) = named else {
         let text = match arguments.is_on("json") {
-            true => format!("{:#}\n", json!({"machine": machine_json(environment), "build": build_json()})),
-            false => machine_text(environment),
+            true => format!("{:#}\n", json!({"machine": machine_json(arguments, environment), "build": build_json()})),
+            false => machine_text(arguments, environment),
         };
         return Ok(print(&text)?);
     };
@@ -38,7 +38,7 @@ pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failu
     let text = match arguments.is_on("json") {
         true => {
             let model = model_json(&located, &inspection);
-            let machine = machine_json(environment);
+            let machine = machine_json(arguments, environment);
             format!("{:#}\n", json!({"machine": machine, "build": build_json(), "model": model}))
         }
         false => model_text(&located, &inspection),
@@ -54,14 +54,19 @@ fn levels() -> Vec<&'static str> {
     Level::available().into_iter().map(Level::name).collect()
 }
 
-fn machine_json(environment: &Environment) -> Json {
+fn machine_json(arguments: &Arguments, environment: &Environment) -> Json {
     let memory = machine::memory();
     let architecture = std::env::consts::ARCH;
     let cpu = json!({
         "backend": "cpu", "architecture": architecture, "levels": levels(), "level": Level::best().name(),
     });
+    let gpu = device::gpu(arguments).map(|gpu| match gpu {
+        Ok(gpu) => device::json(&gpu),
+        Err(failure) => json!({"refused": failure.text}),
+    });
+    let devices: Vec<Json> = [Some(cpu), gpu].into_iter().flatten().collect();
     json!({
-        "devices": [cpu],
+        "devices": devices,
         "cores": machine::physical_cores(),
         "memory_bytes": memory.map(|memory| memory.total),
         "memory_available_bytes": memory.map(|memory| memory.available),
@@ -74,11 +79,14 @@ fn build_json() -> Json {
     json!({"version": build::VERSION, "commit": build::COMMIT, "backends": build::BACKENDS, "families": families})
 }
 
-fn machine_text(environment: &Environment) -> String {
+fn machine_text(arguments: &Arguments, environment: &Environment) -> String {
     let mut text = String::new();
     let mut line = |name: &str, value: String| text += &format!("{name:<14} {value}\n");
     line("program", build::text());
     line("cpu", format!("{}, {} cores, {}", std::env::consts::ARCH, machine::physical_cores(), levels().join(" ")));
+    if let Some(gpu) = device::gpu(arguments) {
+        line("gpu", gpu.map_or_else(|failure| failure.text, |gpu| device::line(&gpu)));
+    }
     let memory = machine::memory().map_or_else(
         || "unknown".to_owned(),
         |memory| format!("{}, {} available", show_bytes(memory.total), show_bytes(memory.available)),
@@ -138,6 +146,7 @@ pub fn served(checked: &Checked, arguments: &Arguments) -> Json {
         "schema_version": 1,
         "build": build_json(),
         "cpu": {"architecture": std::env::consts::ARCH, "level": checked.loading.options.level.name()},
+        "device": device::json(&checked.device),
         "model": {
             "name": checked.name,
             "family": Family::DeepseekV41.model_type(),

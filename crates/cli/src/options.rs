@@ -418,10 +418,21 @@ const SELFTEST: &[Command] = &[Command::Selftest];
 const BENCH: &[Command] = &[Command::Bench];
 const PULL: &[Command] = &[Command::Pull];
 
-#[cfg(not(feature = "cuda"))]
-const BACKEND: Kind = Kind::Choice { built: &["auto", "cpu"], later: &["cuda", "metal"] };
-#[cfg(feature = "cuda")]
-const BACKEND: Kind = Kind::Choice { built: &["auto", "cpu", "cuda"], later: &["metal"] };
+const BACKEND: Kind = match (cfg!(feature = "cuda"), cfg!(target_os = "macos")) {
+    (false, false) => Kind::Choice { built: &["auto", "cpu"], later: &["cuda", "metal"] },
+    (true, false) => Kind::Choice { built: &["auto", "cpu", "cuda"], later: &["metal"] },
+    (false, true) => Kind::Choice { built: &["auto", "cpu", "metal"], later: &["cuda"] },
+    (true, true) => Kind::Choice { built: &["auto", "cpu", "cuda", "metal"], later: &[] },
+};
+
+/// Why a word of a choice is not there, where the reason is the build and not the program.
+pub fn other_build(word: &str) -> Option<&'static str> {
+    match word {
+        "cuda" => Some("cuda needs a build with `--features cuda`"),
+        "metal" => Some("metal needs macOS on Apple silicon"),
+        _ => None,
+    }
+}
 
 const ONE_DEVICE: &str = "it has no effect on the cpu backend";
 
@@ -547,7 +558,12 @@ pub const OPTIONS: &[OptionSpec] = &[
         "disk space that the tier leaves free"),
 
     option("backend", BACKEND, S::Devices, COMPUTES, DefaultValue::Is("auto"),
-        "an absent one is an error, never a silent CPU run").also(&[same("--device")]),
+        "auto is metal on a Mac whose GPU passes, else cpu; one that is named and absent is an error")
+        .also(&[same("--device")]),
+    option("keep-warm", number(0.0, 3600.0), S::Devices, SERVE_RUN, DefaultValue::Is("0"),
+        "seconds after a reply for which an idle GPU's clock is kept up (metal); costs power"),
+    option("pipeline-dir", Kind::Folder, S::Devices, COMPUTES, DefaultValue::Says("the user's cache folder"),
+        "where compiled kernels are kept (metal); off compiles at every start"),
     option("devices", Kind::List, S::Devices, LOADS, NONE,
         "indices of the devices to use").also(&[same("-dev")]).later(ONE_DEVICE),
     option("threads", count(1, 1024), S::Devices, LOADS, DefaultValue::Says("physical cores"),
@@ -678,7 +694,6 @@ pub const SECOND_WAVE_FLAGS: &[&str] = &[
     "--limit-mm-per-prompt",
     "--batch-dir",
     "--enable-sleep-mode",
-    "--keep-warm",
 ];
 
 /// How a flag of another program is answered.

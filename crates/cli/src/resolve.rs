@@ -202,6 +202,24 @@ fn flag_value<'a>(arguments: &'a Arguments, flag: &str) -> Option<&'a Value> {
     arguments.setting(flag).map(|setting| &setting.value)
 }
 
+/// Whether a command has this option and someone set it.
+pub fn is_given(arguments: &Arguments, flag: &str) -> bool {
+    crate::options::find(arguments.command, flag).is_some() && arguments.is_given(flag)
+}
+
+/// A text where the command has this option and someone set it.
+#[cfg_attr(not(target_os = "macos"), expect(dead_code, reason = "asked by the Metal backend alone"))]
+pub fn flag_text<'a>(arguments: &'a Arguments, flag: &str) -> Option<&'a str> {
+    if is_given(arguments, flag) { arguments.text(flag) } else { None }
+}
+
+/// A number of seconds where the command has this option.
+#[cfg_attr(not(target_os = "macos"), expect(dead_code, reason = "asked by the Metal backend alone"))]
+pub fn flag_seconds(arguments: &Arguments, flag: &str) -> Option<Duration> {
+    crate::options::find(arguments.command, flag)?;
+    seconds(arguments, flag)
+}
+
 /// What the program may take: `--memory`, else what is free less a reserve.
 fn budget(arguments: &Arguments, memory: Option<Memory>, mistakes: &mut Vec<String>) -> Option<u64> {
     let setting = crate::options::find(arguments.command, "memory").and_then(|_| arguments.setting("memory"));

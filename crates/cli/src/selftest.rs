@@ -7,7 +7,7 @@ use serde_json::json;
 use sha2::{Digest, Sha256};
 use tf_device::Device;
 use tf_device::gpu::{Backend, GpuQueue};
-use tf_kernels::tensor_step::{self, Found};
+use tf_kernels::{float_step, tensor_step};
 use tf_model::deepseek_v41::Fault;
 use tf_model::deepseek_v41::laws::{Extent, LAWS, Law, Subject};
 use tf_model::deepseek_v41::load::Weights;
@@ -51,11 +51,11 @@ pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failu
     let mut total = Sha256::new();
     let (mut passed, mut failed, mut skipped) = (0, 0, 0);
     if let Some(found) = arithmetic(&checked.device)? {
-        match found.differ {
-            0 => passed += 1,
+        match (found.compared, found.differ) {
+            (1.., 0) => passed += 1,
             _ => failed += 1,
         }
-        print(&format!("{}\n", arithmetic_line(&found, is_json)))?;
+        print(&format!("{}\n", found.line(is_json)))?;
     }
     let on_gpu = checked.device.backend().is_some();
     for law in LAWS.iter().filter(|law| wanted.contains(&law.id) && !(law.cpu_only && on_gpu)) {
@@ -114,31 +114,47 @@ pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failu
     }
 }
 
-/// Whether this GPU's tensor cores add as the emulator of the kernel contract says: the ground of every other claim about
-/// a GPU of CUDA. `None` elsewhere.
-fn arithmetic(device: &Device) -> Result<Option<Found>, Failure> {
+/// What a GPU's own arithmetic was asked.
+struct Arithmetic {
+    title: &'static str,
+    compared: usize,
+    differ: usize,
+    first: Option<String>,
+}
+
+/// The ground of every other claim about a GPU: whether tensor cores add as the emulator of the kernel contract says (CUDA), or
+/// float32 is the declared one (Metal). `None` for the CPU.
+fn arithmetic(device: &Device) -> Result<Option<Arithmetic>, Failure> {
     const TILES: usize = 256;
     const STEPS: usize = 16;
     match device {
         Device::Gpu(gpu) if gpu.backend() == Backend::Cuda => {
             let found = tensor_step::probe(&mut GpuQueue::new(gpu), TILES, STEPS, 1);
-            found.map(Some).map_err(|error| Failure::run_time(error.to_string()))
+            let found = found.map_err(|error| Failure::run_time(error.to_string()))?;
+            let tensor_step::Found { compared, differ, first } = found;
+            Ok(Some(Arithmetic { title: "tensor cores add as the emulator", compared, differ, first }))
         }
-        Device::Cpu(_) | Device::Gpu(_) => Ok(None),
+        Device::Cpu(_) | Device::Gpu(_) => Ok(crate::device::arithmetic(device)?.map(|found| {
+            let float_step::Found { compared, differ, flushed, first } = found;
+            let note = (flushed > 0).then(|| format!("({flushed} for want of subnormals, which is no fault)"));
+            Arithmetic { title: "float32 is as declared", compared, differ, first: first.or(note) }
+        })),
     }
 }
 
-fn arithmetic_line(found: &Found, is_json: bool) -> String {
-    let title = "tensor cores add as the emulator";
-    let result = if found.differ == 0 { "pass" } else { "fail" };
-    match is_json {
-        true => json!({"law": "G0", "title": title, "result": result, "compared": found.compared,
-            "differ": found.differ, "first": found.first})
-        .to_string(),
-        false => {
-            let first = found.first.as_deref().unwrap_or("");
-            let (result, compared, differ) = (result.to_uppercase(), found.compared, found.differ);
-            format!("{result} G0 {title:<32} {compared} sums compared, {differ} differ {first}").trim_end().to_owned()
+impl Arithmetic {
+    fn line(&self, is_json: bool) -> String {
+        let Arithmetic { title, compared, differ, first } = self;
+        let result = if *compared > 0 && *differ == 0 { "pass" } else { "fail" };
+        match is_json {
+            true => json!({"law": "G0", "title": title, "result": result, "compared": compared, "differ": differ,
+                "first": first})
+            .to_string(),
+            false => {
+                let (result, first) = (result.to_uppercase(), first.as_deref().unwrap_or(""));
+                let line = format!("{result} G0 {title:<32} {compared} results compared, {differ} differ {first}");
+                line.trim_end().to_owned()
+            }
         }
     }
 }

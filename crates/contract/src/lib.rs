@@ -12,6 +12,8 @@ pub mod families;
 pub mod gates;
 pub mod known;
 pub mod limits;
+#[cfg(target_os = "macos")]
+pub mod metal;
 pub mod options;
 pub mod page;
 pub mod probe;
@@ -150,12 +152,14 @@ fn apart(options: &Options, families: &[&str], printer: &mut Printer) -> Result<
 fn target_of(backend: Backend) -> Result<Target, String> {
     match backend {
         Backend::Cpu => Ok(Target::Cpu),
-        #[cfg(feature = "emulator")]
+        #[cfg(target_os = "macos")]
+        Backend::Metal => metal::metal(),
+        #[cfg(all(feature = "emulator", not(target_os = "macos")))]
         Backend::Metal => emulated::metal(),
-        #[cfg(not(feature = "emulator"))]
+        #[cfg(not(any(feature = "emulator", target_os = "macos")))]
         Backend::Metal => {
-            Err("this build has no Metal device and no emulator of one: build with `--features emulator` on \
-             x86-64 Linux"
+            Err("this build has no Metal device and no emulator of one: run it on a Mac with Apple silicon, or build \
+             tf-kernel-contract with `--features emulator` on x86-64 Linux"
                 .to_owned())
         }
         #[cfg(feature = "cuda")]

@@ -11,6 +11,7 @@ pub mod contract;
 #[cfg(feature = "cuda")]
 pub mod cubins;
 pub mod families;
+pub mod float_step;
 mod gpu;
 pub mod numerics_policy;
 pub mod order;

@@ -192,16 +192,17 @@ fn the_ceiling_reads_every_word_once() {
     if !ready("the_ceiling_reads_every_word_once") {
         return;
     }
-    let device = cuda_device(Rigour::Once).unwrap();
-    let Device::Gpu(gpu) = &device else { panic!("the emulator is a GPU") };
-    let mut queue = Queue::gpu(gpu);
     let mut values = Values::new(8);
-    for count in [4, 300_000] {
-        let words: Vec<u32> = (0..count).map(|_| values.word()).collect();
-        let from = Buffer::from_slice(&device, &words).unwrap();
-        let mut folded = Buffer::from_slice(&device, &vec![9_u32; stream_read::folded_len(&queue)]).unwrap();
-        stream_read::launch(&mut queue, &from, &mut folded).unwrap();
-        let fold = |words: &[u32]| words.iter().fold(0, |sum, word| sum ^ word);
-        assert_eq!(fold(&folded.to_vec::<u32>().unwrap()), fold(&words), "{count} words");
+    for device in [cuda_device(Rigour::Once).unwrap(), device_with(Rigour::Once).unwrap()] {
+        let Device::Gpu(gpu) = &device else { panic!("the emulator is a GPU") };
+        let mut queue = Queue::gpu(gpu);
+        for count in [4, 300_000] {
+            let words: Vec<u32> = (0..count).map(|_| values.word()).collect();
+            let from = Buffer::from_slice(&device, &words).unwrap();
+            let mut folded = Buffer::from_slice(&device, &vec![9_u32; stream_read::folded_len(&queue)]).unwrap();
+            stream_read::launch(&mut queue, &from, &mut folded).unwrap();
+            let fold = |words: &[u32]| words.iter().fold(0, |sum, word| sum ^ word);
+            assert_eq!(fold(&folded.to_vec::<u32>().unwrap()), fold(&words), "{count} words on {}", gpu.backend());
+        }
     }
 }

@@ -109,6 +109,22 @@ fn names_of_other_programs_mean_the_same() {
     assert_eq!(read("run -- --not-a-flag", &[]).unwrap().positionals, ["--not-a-flag"]);
 }
 
+#[cfg(not(any(feature = "cuda", target_os = "macos")))]
+#[test]
+fn a_backend_of_another_build_is_refused_with_what_it_needs() {
+    for command in ["serve", "run", "info", "logits", "selftest", "bench", "contract"] {
+        for (backend, needs) in
+            [("cuda", "cuda needs a build with `--features cuda`"), ("metal", "metal needs macOS on")]
+        {
+            let expected = format!("--backend {backend}: expected auto or cpu: {needs}");
+            for (flag, part) in [("backend", expected.as_str()), ("device", needs)] {
+                let error = read(&format!("{command} --{flag} {backend}"), &[]).unwrap_err().to_string();
+                assert!(error.contains(part), "{command}: {error}");
+            }
+        }
+    }
+}
+
 /// Each line has one mistake, and the text says which and what would be right.
 #[test]
 fn mistakes_are_named() {
@@ -123,8 +139,7 @@ fn mistakes_are_named() {
         ("serve --context 1 -c 2", "--context and -c are the same option"),
         ("serve --any-model=yes", "this flag takes no value"),
         ("serve --reasoning-effort huge", "expected none, minimal, low, medium, high, xhigh, max, ultra, or a number"),
-        ("serve --backend cuda", "--backend cuda: expected auto or cpu: cuda is not built yet"),
-        ("serve --device cuda", "cuda is not built yet"),
+        ("serve --backend tpu", "--backend tpu: expected auto or cpu"),
         ("serve --device 0", "--device 0 has no effect on the cpu backend"),
         ("serve --devices 0", "--devices is refused: it has no effect on the cpu backend"),
         ("serve --engram disk:4GiB", "expected mmap: disk is not built yet"),

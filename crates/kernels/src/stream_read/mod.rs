@@ -6,10 +6,10 @@
 use crate::gpu::program;
 use std::sync::atomic::{AtomicU32, Ordering};
 use tf_device::cpu::split;
-use tf_device::gpu::{Backend, Binding, GpuQueue, Launch, Program, ShapeBytes};
+use tf_device::gpu::{Binding, GpuQueue, Launch, Program, ShapeBytes};
 use tf_device::{Buffer, LaunchError, Queue};
 
-static PROGRAM: Program = program("stream_read", None, true);
+static PROGRAM: Program = program("stream_read", Some(include_str!("kernel.metal")), true);
 /// Blocks of a multiprocessor, and threads of a block: all that it can hold.
 const BLOCKS: u32 = 4;
 const THREADS: u32 = 512;
@@ -48,9 +48,6 @@ pub fn launch(queue: &mut Queue, from: &Buffer, folded: &mut Buffer) -> Result<(
 }
 
 fn on_gpu(queue: &mut GpuQueue, from: &Buffer, folded: &mut Buffer) -> Result<(), LaunchError> {
-    if queue.backend() != Backend::Cuda {
-        return Err(queue.unsupported("stream_read"));
-    }
     queue.launch(Launch {
         program: &PROGRAM,
         entry: "stream_read",
