@@ -29,8 +29,8 @@ pub struct Trial {
     pub asked: Option<Asked>,
 }
 
-/// Writes up to this size go through pinned memory and are not waited for.
-const STAGED_BYTES_MAX: usize = 64 << 10;
+/// Writes up to this size, such as a layer's window ring, go through pinned memory and are not waited for.
+const STAGED_BYTES_MAX: usize = 128 << 10;
 
 /// GPU `ordinal` as a device whose programs come from `cubins`. Rounds run as graphs.
 ///
