@@ -67,11 +67,26 @@ pub fn figures() -> impl Iterator<Item = (&'static str, &'static str, &'static F
     CUBINS.iter().flat_map(|cubin| cubin.kernels.iter().map(|figures| (cubin.program, cubin.target, figures)))
 }
 
-/// The program whose source is `text`, or, for a text that several include, those.
+/// The program whose source is `text`, or, for a text that several include, directly or by another, those.
 pub fn programs_of(text: &str) -> Vec<&'static str> {
-    let name = HEADERS.iter().find(|(_, header)| *header == text).map(|(name, _)| *name);
-    let uses = |source: &str| source == text || name.is_some_and(|name| source.contains(&format!("\"{name}\"")));
-    SOURCES.iter().filter(|(_, source)| uses(source)).map(|(program, _)| *program).collect()
+    SOURCES.iter().filter(|(_, source)| takes_in(source, text)).map(|(program, _)| *program).collect()
+}
+
+/// Whether `source` is `text` or includes it, however deep.
+fn takes_in(source: &str, text: &str) -> bool {
+    let (mut texts, mut seen) = (vec![source], Vec::new());
+    while let Some(next) = texts.pop() {
+        if next == text {
+            return true;
+        }
+        for (name, header) in HEADERS {
+            if !seen.contains(name) && next.contains(&format!("\"{name}\"")) {
+                seen.push(name);
+                texts.push(header);
+            }
+        }
+    }
+    false
 }
 
 /// The text of a program's source.
@@ -127,6 +142,17 @@ mod tests {
         assert!(find("no such family", "90a").is_none());
         assert!(source("linear_fp8").is_some_and(|text| text.contains("slab.cuh")));
         assert!(HEADERS.iter().any(|(name, _)| *name == "slab.cuh"));
+    }
+
+    #[test]
+    fn the_programs_of_a_header_are_all_that_it_reaches() {
+        let header = |name: &str| HEADERS.iter().find(|(known, _)| *known == name).expect("a header by this name").1;
+        assert!(!source("draft_head").expect("a program by this name").contains("\"prelude.cuh\""), "not by itself");
+        let programs = programs_of(header("prelude.cuh"));
+        assert!(programs.contains(&"draft_head"), "by draw.cuh: {programs:?}");
+        assert!(!programs.contains(&"linear_fp8"), "{programs:?}");
+        assert_eq!(programs_of(source("top_k").expect("a program by this name")), ["top_k"]);
+        assert!(programs_of("no such text").is_empty());
     }
 
     #[test]
