@@ -76,6 +76,13 @@ fn perform(options: &Options) -> Result<bool, String> {
 }
 
 fn prove(options: &Options, printer: &mut Printer) -> Result<bool, String> {
+    if options.time && options.backend != Backend::Cpu {
+        return Err(format!(
+            "--time measures the CPU's kernels, and --backend is {}: leave one of them out (tf-families-check and \
+             tf-cuda-check time a CUDA device)",
+            options.backend.name()
+        ));
+    }
     let contracts = run::choose(CONTRACTS, &options.only)?;
     if options.list {
         for contract in &contracts {

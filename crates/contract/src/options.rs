@@ -52,7 +52,7 @@ pub struct Options {
     /// Run one case alone, as a failing case prints it: KERNEL:CASE:GATE:SEED.
     #[arg(long, value_name = "CASE")]
     pub replay: Option<String>,
-    /// Time the cases after proving them.
+    /// Time the cases after proving them, on the CPU.
     #[arg(long)]
     pub time: bool,
     /// Also judge the values of N fresh seeds.

@@ -4,7 +4,7 @@
 use serde::Serialize;
 
 /// Names the form of the JSON report; changes with it.
-pub const SCHEMA: &str = "tensorfold.contract.1";
+pub const SCHEMA: &str = "tensorfold.contract.2";
 
 /// How a gate or a control ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -22,7 +22,12 @@ pub enum Status {
 pub struct GateReport {
     pub gate: &'static str,
     pub status: Status,
+    /// Cases that ran, each with each seed it had.
     pub cases: usize,
+    /// Cases that the device does not take, or not with every seed, likewise.
+    pub cases_left_out: usize,
+    /// Of `cases`, those that had fewer rows than they are written with.
+    pub cases_cut: usize,
     pub launches: usize,
     pub compared: usize,
     /// Gate 1: the largest deviation as a share of its bound, and its place.
@@ -87,6 +92,9 @@ pub struct Summary {
     pub red: usize,
     pub missed: usize,
     pub skipped: usize,
+    /// Over all gates.
+    pub cases_left_out: usize,
+    pub cases_cut: usize,
     pub limit_problems: usize,
     pub gates_ms: u64,
     pub limits_ms: u64,
@@ -136,6 +144,8 @@ impl Report {
             red: with(Status::Red),
             missed: with(Status::Missed),
             skipped: with(Status::Skipped) + self.skips.len(),
+            cases_left_out: gates().map(|gate| gate.cases_left_out).sum(),
+            cases_cut: gates().map(|gate| gate.cases_cut).sum(),
             limit_problems: self.limit_problems.len(),
             gates_ms: self.summary.gates_ms,
             limits_ms: self.summary.limits_ms,
@@ -157,16 +167,21 @@ impl Report {
 
     /// The last line of a run.
     pub fn summary_line(&self) -> String {
-        let Summary { kernels, passed, failed, known_findings, controls, red, missed, limit_problems, .. } =
-            self.summary;
+        let Summary { kernels, passed, failed, known_findings, controls, red, missed, .. } = self.summary;
+        let Summary { cases_left_out, cases_cut, limit_problems, .. } = self.summary;
         // Beside the two there are controls that could not run, such as edits without a compiler.
         let skipped = match controls - red - missed {
             0 => String::new(),
             count => format!(", {count} skipped"),
         };
+        // A device that is slow, or that has no numbers of some kind.
+        let cases = match cases_left_out + cases_cut {
+            0 => String::new(),
+            _ => format!("; {cases_left_out} runs of a case left out, {cases_cut} with fewer rows"),
+        };
         format!(
             "kernel contract, {} ({}): SUMMARY {kernels} kernels: {passed} pass gates 1-4, {failed} fail, {known_findings} \
-             known findings; {controls} controls: {red} red as planted, {missed} missed{skipped}; {limit_problems} limit \
+             known findings; {controls} controls: {red} red as planted, {missed} missed{skipped}{cases}; {limit_problems} limit \
              problems; gates {} ms, limits {} ms",
             self.command,
             if self.backend == "metal" { "Metal".to_owned() } else { self.backend.to_uppercase() },
@@ -193,6 +208,8 @@ mod tests {
             gate: "value",
             status: Status::Pass,
             cases: 1,
+            cases_left_out: 0,
+            cases_cut: 0,
             launches: 1,
             compared: 1,
             worst_share_of_bound: 0.5,
@@ -255,6 +272,16 @@ mod tests {
         report.count();
         let line = report.summary_line();
         assert!(line.contains("; 2 controls: 1 red as planted, 0 missed, 1 skipped; 0 limit problems;"), "{line}");
+    }
+
+    #[test]
+    fn the_summary_says_what_a_device_left_out_of_the_cases() {
+        let mut report = report();
+        report.kernels[0].gates[0].cases_left_out = 4;
+        report.kernels[0].gates[0].cases_cut = 2;
+        report.count();
+        let line = report.summary_line();
+        assert!(line.contains(", 0 missed; 4 runs of a case left out, 2 with fewer rows; 0 limit problems;"), "{line}");
     }
 
     #[test]

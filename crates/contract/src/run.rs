@@ -206,6 +206,8 @@ fn gate_over_cases(
         gate: gate.name(),
         status: Status::Pass,
         cases: 0,
+        cases_left_out: 0,
+        cases_cut: 0,
         launches: 0,
         compared: 0,
         worst_share_of_bound: 0.0,
@@ -217,6 +219,7 @@ fn gate_over_cases(
     for case in contract.cases {
         for (index, &seed) in seeds.iter().enumerate() {
             if !queues.target.takes(case, gate, index) {
+                report.cases_left_out += 1;
                 continue;
             }
             let world = (contract.make)(case, seed);
@@ -232,6 +235,7 @@ fn gate_over_cases(
             let result = check(gate, &mut probe);
             total.add(&probe.tally);
             report.cases += 1;
+            report.cases_cut += usize::from(row_count < case.rows);
             if let Err(failure) = result {
                 let accepted = known::find(known, contract.name, gate, case.name).is_some();
                 if accepted && report.status == Status::Pass {

@@ -178,6 +178,10 @@ fn only_names_what_there_is() {
         assert_eq!(tf_contract::execute(&Options { backend, ..options() }), status, "nothing is registered there");
     }
     assert_eq!(tf_contract::execute(&Options { only: "nothing".to_owned(), ..options() }), 2);
+    // With --list nothing would run anyway; without the refusal that is a success.
+    let timed = |backend| Options { backend, time: true, list: true, only: "dsv41".to_owned(), ..options() };
+    assert_eq!(tf_contract::execute(&timed(Backend::Cpu)), 0);
+    assert_eq!(tf_contract::execute(&timed(Backend::Metal)), 2, "only the CPU's kernels are timed");
 }
 
 #[test]
