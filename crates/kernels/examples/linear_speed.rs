@@ -30,7 +30,12 @@ fn main() {
     let mut queue = Queue::Cpu(CpuQueue::placed(threads, level, placement));
     let device = Device::cpu();
     let mut random = Random(88172645463325252);
+    for family in [fp8_linears, bf16_linears, heads, experts, quantisers] {
+        family(&device, &mut random, &mut queue);
+    }
+}
 
+fn fp8_linears(device: &Device, random: &mut Random, queue: &mut Queue) {
     for (name, rows, columns) in [
         ("fp8 8192 x 5120", 8192, 5120),
         ("fp8 256 x 5120", 256, 5120),
@@ -38,21 +43,21 @@ fn main() {
         ("fp8 160 x 160", 160, 160),
         ("fp8 64 x 160", 64, 160),
     ] {
-        let weights = fp8(&device, &mut random, rows, columns);
+        let weights = fp8(device, random, rows, columns);
         for count in rows_for(rows * columns) {
-            let x = activations(&device, &mut random, count * columns);
-            let mut out = Buffer::zeroed_of::<f32>(&device, count * rows).unwrap();
+            let x = activations(device, random, count * columns);
+            let mut out = Buffer::zeroed_of::<f32>(device, count * rows).unwrap();
             time(name, count, weights.bytes(), count * rows * columns, || {
                 let product =
                     linear_fp8::Product { weights: &weights, out: &mut out, finish: linear_fp8::Finish::Bf16 };
-                linear_fp8::launch(
-                    &mut queue,
-                    linear_fp8::Args { x: &x, rows: count, groups: 1, products: &mut [product] },
-                )
-                .unwrap();
+                linear_fp8::launch(queue, linear_fp8::Args { x: &x, rows: count, groups: 1, products: &mut [product] })
+                    .unwrap();
             });
         }
     }
+}
+
+fn bf16_linears(device: &Device, random: &mut Random, queue: &mut Queue) {
     for (name, rows, columns, dtype) in [
         ("bf16 8192 x 5120", 8192, 5120, Dtype::Bf16),
         ("bf16 256 x 5120", 256, 5120, Dtype::Bf16),
@@ -61,58 +66,61 @@ fn main() {
         ("f32 24 x 20480", 24, 20480, Dtype::F32),
     ] {
         let weight = random.values(rows * columns, dtype);
-        let weights = linear_bf16::Weights::pack(&device, &weight, dtype, rows, columns).unwrap();
+        let weights = linear_bf16::Weights::pack(device, &weight, dtype, rows, columns).unwrap();
         for count in rows_for(rows * columns) {
-            let x = activations(&device, &mut random, count * columns);
-            let mut out = Buffer::zeroed_of::<f32>(&device, count * rows).unwrap();
+            let x = activations(device, random, count * columns);
+            let mut out = Buffer::zeroed_of::<f32>(device, count * rows).unwrap();
             time(name, count, weights.bytes(), count * rows * columns, || {
                 let product =
                     linear_bf16::Product { weights: &weights, out: &mut out, finish: linear_bf16::Finish::F32 };
-                linear_bf16::launch(&mut queue, linear_bf16::Args { x: &x, rows: count, products: &mut [product] })
-                    .unwrap();
+                linear_bf16::launch(queue, linear_bf16::Args { x: &x, rows: count, products: &mut [product] }).unwrap();
             });
         }
     }
-    {
-        let (rows, columns) = (4096, 160);
-        let weight = random.values(rows * columns, Dtype::Bf16);
-        let weights = lm_head::Weights::pack(&device, &weight, Dtype::Bf16, rows, columns).unwrap();
-        for count in ROWS {
-            let x = activations(&device, &mut random, count * columns);
-            let row_indices: Vec<u32> = (0..count as u32).collect();
-            let mut out = Buffer::zeroed_of::<f32>(&device, count * rows).unwrap();
-            time("head 4096 x 160", count, weights.bytes(), count * rows * columns, || {
-                let args = lm_head::Args { weights: &weights, x: &x, row_indices: &row_indices, out: &mut out };
-                lm_head::launch(&mut queue, args).unwrap();
-            });
-        }
+}
+
+fn heads(device: &Device, random: &mut Random, queue: &mut Queue) {
+    let (rows, columns) = (4096, 160);
+    let weight = random.values(rows * columns, Dtype::Bf16);
+    let weights = lm_head::Weights::pack(device, &weight, Dtype::Bf16, rows, columns).unwrap();
+    for count in ROWS {
+        let x = activations(device, random, count * columns);
+        let row_indices: Vec<u32> = (0..count as u32).collect();
+        let mut out = Buffer::zeroed_of::<f32>(device, count * rows).unwrap();
+        time("head 4096 x 160", count, weights.bytes(), count * rows * columns, || {
+            let args = lm_head::Args { weights: &weights, x: &x, row_indices: &row_indices, out: &mut out };
+            lm_head::launch(queue, args).unwrap();
+        });
     }
-    for (name, hidden, intermediate, experts, picks) in [
+}
+
+fn experts(device: &Device, random: &mut Random, queue: &mut Queue) {
+    for (name, hidden, intermediate, expert_count, picks) in [
         ("experts 5120, 2304, 8 of 8", 5120, 2304, 8, 8),
         ("experts 5120, 64, 2 of 2", 5120, 64, 2, 2),
         ("experts 160, 64, 3 of 16", 160, 64, 16, 3),
     ] {
-        let list = (0..experts).map(|_| expert(&device, &mut random, hidden, intermediate)).collect();
+        let list = (0..expert_count).map(|_| expert(device, random, hidden, intermediate)).collect();
         let shared = moe_experts::Shared {
-            w1: fp8(&device, &mut random, intermediate, hidden),
-            w3: fp8(&device, &mut random, intermediate, hidden),
-            w2: fp8(&device, &mut random, hidden, intermediate),
+            w1: fp8(device, random, intermediate, hidden),
+            w3: fp8(device, random, intermediate, hidden),
+            w2: fp8(device, random, hidden, intermediate),
         };
         let weights = moe_experts::Weights::new(list, shared).unwrap();
         let one = weights.experts()[0].bytes();
         for count in rows_for(hidden * intermediate) {
-            let x = activations(&device, &mut random, count * hidden);
+            let x = activations(device, random, count * hidden);
             let mut selected = Vec::new();
             for _ in 0..count {
-                let first = random.below(experts);
-                let mut ids: Vec<u32> = (0..picks).map(|pick| ((first + pick) % experts) as u32).collect();
+                let first = random.below(expert_count);
+                let mut ids: Vec<u32> = (0..picks).map(|pick| ((first + pick) % expert_count) as u32).collect();
                 ids.sort();
                 selected.extend(ids);
             }
-            let distinct = (0..experts as u32).filter(|id| selected.contains(id)).count();
-            let selected = Buffer::from_slice(&device, &selected).unwrap();
-            let routing = Buffer::from_slice(&device, &vec![0.25f32; count * picks]).unwrap();
-            let mut out = Buffer::zeroed_of::<f32>(&device, count * hidden).unwrap();
+            let distinct = (0..expert_count as u32).filter(|id| selected.contains(id)).count();
+            let selected = Buffer::from_slice(device, &selected).unwrap();
+            let routing = Buffer::from_slice(device, &vec![0.25f32; count * picks]).unwrap();
+            let mut out = Buffer::zeroed_of::<f32>(device, count * hidden).unwrap();
             let bytes = distinct * one + weights.shared().bytes();
             time(name, count, bytes, count * (picks + 1) * 3 * hidden * intermediate, || {
                 let args = moe_experts::Args {
@@ -125,15 +133,18 @@ fn main() {
                     limit: 10.0,
                     out: &mut out,
                 };
-                moe_experts::launch(&mut queue, args).unwrap();
+                moe_experts::launch(queue, args).unwrap();
             });
         }
     }
+}
+
+fn quantisers(device: &Device, random: &mut Random, queue: &mut Queue) {
     for (count, columns) in [(1, 160), (64, 160), (64, 5120)] {
-        let x = activations(&device, &mut random, count * columns);
-        let mut out = Buffer::zeroed_of::<f32>(&device, count * columns).unwrap();
+        let x = activations(device, random, count * columns);
+        let mut out = Buffer::zeroed_of::<f32>(device, count * columns).unwrap();
         time(&format!("QDQ8, {columns} columns"), count, 4 * count * columns, 0, || {
-            quantise::launch(&mut queue, quantise::Args { x: &x, out: &mut out, rows: count, columns }).unwrap();
+            quantise::launch(queue, quantise::Args { x: &x, out: &mut out, rows: count, columns }).unwrap();
         });
     }
 }

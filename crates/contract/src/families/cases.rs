@@ -233,84 +233,78 @@ fn connections(sizes: Sizes, rows: usize, _threads: usize) -> Vec<Case> {
         (Floats, zeros(count)),
     ];
     let tap = vec![(Input, bytes(&streams)), (Floats, zeros(2 * count))];
-    let constants = hyper::Constants { iterations: 20, hc_eps: 1e-6, norm_eps: EPS };
     let function_bytes = 24 * 4 * hidden * 4;
     vec![
-        case(
-            "hyper/enter",
-            rows,
-            enter,
-            4 * count * (1 + 4 + 4 + 2) + function_bytes,
-            Box::new(move |queue, buffers| {
-                take!([y, streams, mix, post, comb, function, base, scale, norm, normed, quantised, scratch] = buffers);
-                hyper::launch_enter(
-                    queue,
-                    hyper::EnterArgs {
-                        y: Some(y),
-                        streams,
-                        mix,
-                        post,
-                        comb,
-                        weights: hyper::MixWeights { function, base, scale },
-                        norm,
-                        constants,
-                        rows,
-                        hidden,
-                        normed: Some(normed),
-                        quantised: Some(quantised),
-                        scratch,
-                    },
-                )
-            }),
-        ),
-        case(
-            "hyper/collapse",
-            rows,
-            collapse,
-            4 * count * 7,
-            Box::new(move |queue, buffers| {
-                take!([streams, mix, norm, collapsed, normed, quantised] = buffers);
-                hyper::launch_collapse(
-                    queue,
-                    hyper::CollapseArgs {
-                        streams,
-                        mix,
-                        norm,
-                        norm_eps: EPS,
-                        rows,
-                        hidden,
-                        collapsed: Some(collapsed),
-                        normed: Some(normed),
-                        quantised: Some(quantised),
-                    },
-                )
-            }),
-        ),
-        case(
-            "hyper/tap",
-            rows,
-            tap,
-            4 * count * 6,
-            Box::new(move |queue, buffers| {
-                take!([streams, out] = buffers);
-                for part in 0..2 {
-                    hyper::launch_tap(
-                        queue,
-                        hyper::TapArgs {
-                            streams,
-                            rows,
-                            hidden,
-                            out,
-                            out_columns: 2 * hidden,
-                            out_offset: part * hidden,
-                            quantise: part == 1,
-                        },
-                    )?;
-                }
-                Ok(())
-            }),
-        ),
+        case("hyper/enter", rows, enter, 4 * count * (1 + 4 + 4 + 2) + function_bytes, launch_enter(rows, hidden)),
+        case("hyper/collapse", rows, collapse, 4 * count * 7, launch_collapse(rows, hidden)),
+        case("hyper/tap", rows, tap, 4 * count * 6, launch_tap(rows, hidden)),
     ]
+}
+
+fn launch_enter(rows: usize, hidden: usize) -> Run {
+    let constants = hyper::Constants { iterations: 20, hc_eps: 1e-6, norm_eps: EPS };
+    Box::new(move |queue, buffers| {
+        take!([y, streams, mix, post, comb, function, base, scale, norm, normed, quantised, scratch] = buffers);
+        hyper::launch_enter(
+            queue,
+            hyper::EnterArgs {
+                y: Some(y),
+                streams,
+                mix,
+                post,
+                comb,
+                weights: hyper::MixWeights { function, base, scale },
+                norm,
+                constants,
+                rows,
+                hidden,
+                normed: Some(normed),
+                quantised: Some(quantised),
+                scratch,
+            },
+        )
+    })
+}
+
+fn launch_collapse(rows: usize, hidden: usize) -> Run {
+    Box::new(move |queue, buffers| {
+        take!([streams, mix, norm, collapsed, normed, quantised] = buffers);
+        hyper::launch_collapse(
+            queue,
+            hyper::CollapseArgs {
+                streams,
+                mix,
+                norm,
+                norm_eps: EPS,
+                rows,
+                hidden,
+                collapsed: Some(collapsed),
+                normed: Some(normed),
+                quantised: Some(quantised),
+            },
+        )
+    })
+}
+
+fn launch_tap(rows: usize, hidden: usize) -> Run {
+    Box::new(move |queue, buffers| {
+        take!([streams, out] = buffers);
+        for part in 0..2 {
+            hyper::launch_tap(
+                queue,
+                hyper::TapArgs {
+                    streams,
+                    rows,
+                    hidden,
+                    out,
+                    out_columns: 2 * hidden,
+                    out_offset: part * hidden,
+                    quantise: part == 1,
+                },
+            )?;
+        }
+        Ok(())
+    })
 }
 
 fn window_keys(sizes: Sizes, rows: usize, _threads: usize) -> Vec<Case> {
@@ -447,12 +441,32 @@ fn index_pages(random: &mut Random, entries: usize, head_dim: usize) -> Vec<u8> 
     pages
 }
 
+/// Blocks of entries that each row keeps to, spread over what it sees and with the last one, and how many they are.
+fn candidate_blocks(rows: &[RowInfo], ratio: u32, shape: CandidateShape) -> (Vec<u32>, Vec<u32>) {
+    let (mut blocks, mut counts) = (Vec::new(), Vec::new());
+    for row in rows {
+        let seen = visible(row.position, ratio).div_ceil(shape.block_size);
+        let mut list: Vec<u32> = (0..shape.blocks_max).map(|i| (i * (seen - 1) / shape.blocks_max) as u32).collect();
+        if let Some(last) = list.last_mut() {
+            *last = seen as u32 - 1;
+        }
+        list.dedup();
+        counts.push(list.len() as u32);
+        list.resize(shape.blocks_max, 0);
+        blocks.extend(list);
+    }
+    (blocks, counts)
+}
+
+/// The CPU scores every row: many rows see less.
+fn scored_context(sizes: Sizes, rows: usize) -> usize {
+    sizes.context.min(1_200_000 / rows)
+}
+
 fn index(sizes: Sizes, rows: usize, _threads: usize) -> Vec<Case> {
     let mut random = Random(9);
-    let Sizes { index_heads: heads, index_head_dim: head_dim, selected: top_k, .. } = sizes;
-    // The CPU scores every row: many rows see less.
-    let context = sizes.context.min(1_200_000 / rows);
-    let of = rows_of(rows, context);
+    let Sizes { index_heads: heads, index_head_dim: head_dim, .. } = sizes;
+    let of = rows_of(rows, scored_context(sizes, rows));
     let queries = random.bf16(rows * heads * head_dim, 2.0);
     let weights = random.bf16(rows * heads, 1.0);
     let query_rows = of.rows.clone();
@@ -469,77 +483,91 @@ fn index(sizes: Sizes, rows: usize, _threads: usize) -> Vec<Case> {
             index_query::launch(queue, index_query::Args { queries, weights, rows, frequencies, heads, head_dim })
         }),
     )];
-    let shape = CandidateShape { blocks_max: sizes.blocks_max, block_size: sizes.block_size };
     for mode in ["index_score/select", "index_score/publish", "index_score/restrict"] {
-        let ratio = if mode == "index_score/select" { 2 } else { 1 };
-        let of = rows_of(rows, context);
-        let most = of.rows.iter().map(|row| visible(row.position, ratio)).max().unwrap_or(0);
-        // Half of the sequences share the keys of the other half, to keep the cache small.
-        let table = Table::new(of.slots.min(2), most, 64);
-        let mut shared = table.table.clone();
-        while shared.len() < of.slots * table.pages_per_slot {
-            shared.extend_from_slice(&table.table);
-        }
-        let table = Table { table: shared, ..table };
-        let entries = of.slots.min(2) * table.pages_per_slot * table.entries_per_page;
-        let keys = index_pages(&mut random, entries, head_dim);
-        let (mut blocks, mut block_counts) = (Vec::new(), Vec::new());
-        for row in &of.rows {
-            let seen = visible(row.position, ratio).div_ceil(shape.block_size);
-            let mut list: Vec<u32> =
-                (0..shape.blocks_max).map(|i| (i * (seen - 1) / shape.blocks_max) as u32).collect();
-            if let Some(last) = list.last_mut() {
-                *last = seen as u32 - 1;
-            }
-            list.dedup();
-            block_counts.push(list.len() as u32);
-            list.resize(shape.blocks_max, 0);
-            blocks.extend(list);
-        }
-        let stride = most.next_multiple_of(16);
-        let scratch = stride * rows.min(8);
-        let role = if mode == "index_score/publish" { Bytes } else { Input };
-        let candidates = |kept: Vec<u32>| if role == Bytes { vec![0; 4 * kept.len()] } else { bytes(&kept) };
-        let buffers = vec![
-            (Input, bytes(&queries)),
-            (Input, bytes(&weights)),
-            (Input, keys),
-            (Work, zeros(scratch)),
-            (Bytes, zeros(rows * top_k)),
-            (Bytes, zeros(rows)),
-            (role, candidates(blocks)),
-            (role, candidates(block_counts)),
-        ];
-        let looked_at = if mode == "index_score/restrict" { shape.blocks_max * shape.block_size } else { most };
-        let moved = of.slots * looked_at * index_key::record_bytes(head_dim) + rows * looked_at * 8;
-        cases.push(case(
-            mode,
-            rows,
-            buffers,
-            moved,
-            Box::new(move |queue, buffers| {
-                take!([queries, weights, keys, scratch, selected, counts, blocks, block_counts] = buffers);
-                let scored = index_score::Scored {
-                    queries,
-                    weights,
-                    rows: &of.rows,
-                    ratio,
-                    keys,
-                    pages: table.pages(),
-                    heads,
-                    head_dim,
-                };
-                let candidates = match mode {
-                    "index_score/select" => Candidates::None,
-                    "index_score/publish" => Candidates::Publish { shape, blocks, counts: block_counts },
-                    _ => Candidates::Restrict(CandidateList { shape, blocks, counts: block_counts }),
-                };
-                let args = index_score::SelectArgs { scored, top_k, candidates, scratch, selected, counts };
-                index_score::launch_select(queue, args)
-            }),
-        ));
+        cases.push(selection(sizes, rows, mode, &mut random, (&queries, &weights)));
     }
     cases
+}
+
+/// One launch that scores and selects, of queries and their weights.
+fn selection(
+    sizes: Sizes,
+    rows: usize,
+    mode: &'static str,
+    random: &mut Random,
+    (queries, weights): (&[f32], &[f32]),
+) -> Case {
+    let Sizes { index_heads: heads, index_head_dim: head_dim, selected: top_k, .. } = sizes;
+    let shape = CandidateShape { blocks_max: sizes.blocks_max, block_size: sizes.block_size };
+    let ratio = if mode == "index_score/select" { 2 } else { 1 };
+    let of = rows_of(rows, scored_context(sizes, rows));
+    let most = of.rows.iter().map(|row| visible(row.position, ratio)).max().unwrap_or(0);
+    // Half of the sequences share the keys of the other half, to keep the cache small.
+    let table = Table::new(of.slots.min(2), most, 64);
+    let mut shared = table.table.clone();
+    while shared.len() < of.slots * table.pages_per_slot {
+        shared.extend_from_slice(&table.table);
+    }
+    let table = Table { table: shared, ..table };
+    let entries = of.slots.min(2) * table.pages_per_slot * table.entries_per_page;
+    let keys = index_pages(random, entries, head_dim);
+    let (blocks, block_counts) = candidate_blocks(&of.rows, ratio, shape);
+    let stride = most.next_multiple_of(16);
+    let scratch = stride * rows.min(8);
+    let role = if mode == "index_score/publish" { Bytes } else { Input };
+    let candidates = |kept: Vec<u32>| if role == Bytes { vec![0; 4 * kept.len()] } else { bytes(&kept) };
+    let buffers = vec![
+        (Input, bytes(queries)),
+        (Input, bytes(weights)),
+        (Input, keys),
+        (Work, zeros(scratch)),
+        (Bytes, zeros(rows * top_k)),
+        (Bytes, zeros(rows)),
+        (role, candidates(blocks)),
+        (role, candidates(block_counts)),
+    ];
+    let looked_at = if mode == "index_score/restrict" { shape.blocks_max * shape.block_size } else { most };
+    let moved = of.slots * looked_at * index_key::record_bytes(head_dim) + rows * looked_at * 8;
+    case(
+        mode,
+        rows,
+        buffers,
+        moved,
+        Box::new(move |queue, buffers| {
+            take!([queries, weights, keys, scratch, selected, counts, blocks, block_counts] = buffers);
+            let scored = index_score::Scored {
+                queries,
+                weights,
+                rows: &of.rows,
+                ratio,
+                keys,
+                pages: table.pages(),
+                heads,
+                head_dim,
+            };
+            let candidates = match mode {
+                "index_score/select" => Candidates::None,
+                "index_score/publish" => Candidates::Publish { shape, blocks, counts: block_counts },
+                _ => Candidates::Restrict(CandidateList { shape, blocks, counts: block_counts }),
+            };
+            let args = index_score::SelectArgs { scored, top_k, candidates, scratch, selected, counts };
+            index_score::launch_select(queue, args)
+        }),
+    )
+}
+
+/// Entries of each row, spread over what it sees, of every fourth row few, and how many they are.
+fn selected_entries(rows: &[RowInfo], selected_max: usize) -> (Vec<u32>, Vec<u32>) {
+    let (mut selected, mut counts) = (Vec::new(), Vec::new());
+    for (r, row) in rows.iter().enumerate() {
+        let seen = visible(row.position, 2);
+        let count = if r % 4 == 3 { r % selected_max.max(1) } else { selected_max }.min(seen);
+        let mut list: Vec<u32> = (0..count).map(|i| (i * seen / count) as u32).collect();
+        list.resize(selected_max, 0);
+        selected.extend(list);
+        counts.push(count as u32);
+    }
+    (selected, counts)
 }
 
 fn attend(sizes: Sizes, rows: usize, threads: usize) -> Vec<Case> {
@@ -566,15 +594,7 @@ fn attend(sizes: Sizes, rows: usize, threads: usize) -> Vec<Case> {
             cache.extend(random.scales(head_dim / 16, 0x28));
         }
         let ring = keys.split_off(rows * record);
-        let (mut selected, mut counts) = (Vec::new(), Vec::new());
-        for (r, row) in of.rows.iter().enumerate() {
-            let seen = visible(row.position, 2);
-            let count = if r % 4 == 3 { r % selected_max.max(1) } else { selected_max }.min(seen);
-            let mut list: Vec<u32> = (0..count).map(|i| (i * seen / count) as u32).collect();
-            list.resize(selected_max, 0);
-            selected.extend(list);
-            counts.push(if with_entries { count as u32 } else { 0 });
-        }
+        let (selected, counts) = selected_entries(&of.rows, selected_max);
         let scratch = attention::scratch_floats(shape, threads).max(attention::gpu_scratch_floats(shape, rows.min(64)));
         let keys_of_row = selected_max + window + block_rows;
         let moved = rows * heads * head_dim * 8 + of.slots * keys_of_row * record;

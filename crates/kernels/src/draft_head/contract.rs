@@ -170,10 +170,10 @@ impl Heads {
     }
 }
 
-impl World for Heads {
-    fn launch(&self, stage: &mut Stage<'_>, picks: &[Pick], fault: Fault) -> Result<(), String> {
-        let Heads { vocabulary, rank, hidden, block, steps, .. } = *self;
-        let sequences = picks.len();
+impl Heads {
+    /// Anchors, hidden rows and the confidence's weights with the fault in them, where it is one of these.
+    fn planted(&self, picks: &[Pick], fault: Fault) -> (Vec<u32>, Vec<f32>, Vec<f32>) {
+        let Heads { hidden, block, .. } = *self;
         let mut anchors: Vec<u32> = picks.iter().map(|pick| self.anchors[row_of(*pick)]).collect();
         if fault.is("takes the anchor of the first sequence") {
             let first = anchors[0];
@@ -187,6 +187,15 @@ impl World for Heads {
         if fault.is("leaves the rank out of the confidence") {
             proj[hidden..].fill(0.0);
         }
+        (anchors, hidden_rows, proj)
+    }
+}
+
+impl World for Heads {
+    fn launch(&self, stage: &mut Stage<'_>, picks: &[Pick], fault: Fault) -> Result<(), String> {
+        let Heads { vocabulary, rank, hidden, block, steps, .. } = *self;
+        let sequences = picks.len();
+        let (anchors, hidden_rows, proj) = self.planted(picks, fault);
         let mut packed = vec![0; pack::packed_len(vocabulary, rank)];
         pack::pack(&self.head, vocabulary, rank, &mut packed);
         let base = stage.rows_in("base", &gather(picks, &self.base, block * vocabulary));

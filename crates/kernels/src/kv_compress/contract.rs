@@ -6,7 +6,8 @@ use crate::numerics_policy::Numerics;
 use crate::reference_formats::{bf16, e2m1_decode, e4m3_decode};
 use crate::rms_norm::contract::norm_spans;
 use crate::rope::reference::frequencies;
-use crate::rows::{Pages, completed_entries};
+use crate::rows::{Pages, WindowInfo, completed_entries};
+use std::ops::Range;
 
 pub const RATIO1: Contract = Contract {
     name: "kv_compress/ratio1",
@@ -142,10 +143,41 @@ impl Compressor {
         &self.raw[row * columns..][..columns]
     }
 
+    /// Each slot's ring with the raw row in front of its window, which is all that a launch may need of it.
+    fn raw_ring(&self, seats: &Seats, is_stale: bool) -> Vec<f32> {
+        let columns = raw_columns(self.head_dim, self.ratio);
+        let mut ring = vec![f32::NAN; seats.slots * RAW_LEN * 2 * self.head_dim];
+        for (window, sequence) in seats.windows.iter().zip(&seats.sequences) {
+            let (Some(sequence), true) = (sequence, window.start % 2 == 1 && self.ratio == 2) else { continue };
+            let before = window.start as usize - 1;
+            let stale = if is_stale { 2.min(before - START) } else { 0 };
+            let place = window.slot as usize * RAW_LEN + before % RAW_LEN;
+            let row = sequence * SEQUENCE + before - START - stale;
+            ring[place * columns..][..columns].copy_from_slice(self.raw_row(row));
+        }
+        ring
+    }
+
     /// Whether a row completes an entry; the others are kept in the raw ring.
     fn completes(&self, row: usize) -> bool {
         (Self::position(row) + 1).is_multiple_of(self.ratio)
     }
+}
+
+/// Rows that a launch keeps in the raw rings of its slots, and where.
+fn kept_in_ring(windows: &[WindowInfo], columns: usize) -> Vec<(usize, Range<usize>)> {
+    let mut kept = Vec::new();
+    for window in windows {
+        let count = window.row_count as usize;
+        for i in count.saturating_sub(RAW_LEN)..count {
+            let position = window.start as usize + i;
+            if position.is_multiple_of(2) {
+                let place = window.slot as usize * RAW_LEN + position % RAW_LEN;
+                kept.push((window.first_row as usize + i, place * columns..(place + 1) * columns));
+            }
+        }
+    }
+    kept
 }
 
 impl World for Compressor {
@@ -170,16 +202,7 @@ impl World for Compressor {
             norm.rotate_right(1);
         }
         let mut rows = gather(picks, &self.raw, columns);
-        // Each slot's ring holds the raw row in front of its window, which is all that a launch may need of it.
-        let mut ring = vec![f32::NAN; seats.slots * RAW_LEN * 2 * head_dim];
-        for (window, sequence) in seats.windows.iter().zip(&seats.sequences) {
-            let (Some(sequence), true) = (sequence, window.start % 2 == 1 && ratio == 2) else { continue };
-            let before = window.start - 1;
-            let stale = if fault.is("reads a stale slot of the raw ring") { 2 } else { 0 };
-            let place = window.slot as usize * RAW_LEN + before as usize % RAW_LEN;
-            let row = sequence * SEQUENCE + (before as usize - START) - stale.min(before as usize - START);
-            ring[place * columns..][..columns].copy_from_slice(self.raw_row(row));
-        }
+        let mut ring = self.raw_ring(&seats, fault.is("reads a stale slot of the raw ring"));
         if ratio == 2 && (fault.is("swaps the scores of a pair") || fault.is("pools by the mean")) {
             let scale = if fault.is("pools by the mean") { 0.0 } else { -1.0 };
             let rows = rows.chunks_mut(columns).chain(ring.chunks_mut(columns));
@@ -224,18 +247,7 @@ impl World for Compressor {
         let record_ranges = of_entries(bytes, &|e| pages_view.index(entries[e].slot, entries[e].entry as usize));
         stage.ranges::<f32>(latents, latent_ranges);
         stage.ranges::<u8>(cache, record_ranges);
-        let mut kept = Vec::new();
-        for window in seats.windows.iter().filter(|_| ratio == 2) {
-            let count = window.row_count as usize;
-            for i in count.saturating_sub(RAW_LEN)..count {
-                let position = window.start as usize + i;
-                if position.is_multiple_of(2) {
-                    let place = window.slot as usize * RAW_LEN + position % RAW_LEN;
-                    kept.push((window.first_row as usize + i, place * columns..(place + 1) * columns));
-                }
-            }
-        }
-        stage.ranges::<f32>(ring_out, kept);
+        stage.ranges::<f32>(ring_out, if ratio == 2 { kept_in_ring(&seats.windows, columns) } else { Vec::new() });
         Ok(())
     }
 

@@ -208,42 +208,42 @@ impl Rows {
     }
 }
 
+/// A row's settings with the fault in them, where it is one of settings; `first` is the seed of the first row.
+fn planted<'a>(mut settings: Settings<'a>, first: u64, fault: Fault) -> Settings<'a> {
+    if fault.is("takes the seed of another choice") {
+        settings.seed ^= 1;
+    }
+    if fault.is("takes the seed of the first row") {
+        settings.seed = first;
+    }
+    if fault.is("leaves top-k out") {
+        settings.top_k = 0;
+    }
+    if fault.is("leaves top-p out") {
+        settings.top_p = 1.0;
+    }
+    if fault.is("squares min-p") {
+        settings.min_p *= settings.min_p;
+    }
+    if fault.is("leaves the penalties out") {
+        settings.frequency_penalty = 0.0;
+        settings.presence_penalty = 0.0;
+        settings.repetition_penalty = 1.0;
+    }
+    if fault.is("divides by the temperature twice") {
+        settings.temperature *= settings.temperature;
+    }
+    settings
+}
+
 impl World for Rows {
     fn launch(&self, stage: &mut Stage<'_>, picks: &[Pick], fault: Fault) -> Result<(), String> {
         let vocabulary = self.vocabulary;
         let logits = stage.rows_in("logits", &gather(picks, &self.logits, vocabulary));
         let first = self.seeds[row_of(picks[0])];
-        let settings: Vec<Settings<'_>> = picks
-            .iter()
-            .map(|pick| {
-                let row = row_of(*pick);
-                let mut settings = settings_of(row % KINDS, self.seeds[row]);
-                if fault.is("takes the seed of another choice") {
-                    settings.seed ^= 1;
-                }
-                if fault.is("takes the seed of the first row") {
-                    settings.seed = first;
-                }
-                if fault.is("leaves top-k out") {
-                    settings.top_k = 0;
-                }
-                if fault.is("leaves top-p out") {
-                    settings.top_p = 1.0;
-                }
-                if fault.is("squares min-p") {
-                    settings.min_p *= settings.min_p;
-                }
-                if fault.is("leaves the penalties out") {
-                    settings.frequency_penalty = 0.0;
-                    settings.presence_penalty = 0.0;
-                    settings.repetition_penalty = 1.0;
-                }
-                if fault.is("divides by the temperature twice") {
-                    settings.temperature *= settings.temperature;
-                }
-                settings
-            })
-            .collect();
+        let of_pick =
+            |pick: &Pick| planted(settings_of(row_of(*pick) % KINDS, self.seeds[row_of(*pick)]), first, fault);
+        let settings: Vec<Settings<'_>> = picks.iter().map(of_pick).collect();
         let before = u32::from(fault.is("takes the position before"));
         let draws: Vec<Draw<'_>> = picks
             .iter()
