@@ -98,6 +98,13 @@ fn metal() -> Result<()> {
     sh("cargo", &[&program[..], &["--backend", "metal"]].concat())
 }
 
+/// Every CUDA source for every architecture, and the host code of the feature that embeds them.
+fn cuda() -> Result<()> {
+    crate::cubins::run(&[])?;
+    let host = ["clippy", "--locked", "-p", "tensorfold", "-p", "tf-contract", "--features", "cuda", "--all-targets"];
+    sh("cargo", &[&host[..], &["--", "-D", "warnings"]].concat())
+}
+
 fn optional(missing: Option<String>, run: fn() -> Result<()>) -> Outcome {
     match missing {
         Some(reason) => Outcome::Skipped(reason),
@@ -120,7 +127,7 @@ const STEPS: &[Step] = &[
     ("Metal kernels", || optional(metal_missing(), metal)),
     ("licences", licences),
     ("64-bit Arm", || optional(crate::aarch64::missing(), crate::aarch64::run)),
-    ("CUDA kernels", || optional(crate::cubins::missing(), || crate::cubins::run(&[]))),
+    ("CUDA kernels", || optional(crate::cubins::missing(), cuda)),
     ("Apple targets", || optional(crate::darwin::missing(), crate::darwin::run)),
 ];
 
