@@ -23,8 +23,8 @@ use crate::request::Position;
 const UNWRITTEN_MAX: usize = 4096;
 /// States that stay for the disk's sake after memory let them go.
 const LEAVING_MAX: usize = 4;
-/// What a file takes in memory beside its tokens, with the maps' own share.
-const ENTRY_BYTES: u64 = 512;
+/// What a file takes in memory beside its tokens, at most: its entries, and what maps and allocator leave unused.
+const ENTRY_BYTES: u64 = 1536;
 
 /// What a file of so many tokens takes in memory while it is on disk.
 fn entry_bytes(token_count: usize) -> u64 {

@@ -230,7 +230,7 @@ fn disk_schedule(random: &mut Random) -> DiskSchedule {
     let fail_every = random.pick(&[0, 0, 0, 0, 9, 60]);
     let capacity = random.pick(&[1500, 6000, 1 << 40, 1 << 40, 1 << 40]);
     let min_free_bytes = random.pick(&[0, 0, 700]);
-    let index_bytes = random.pick(&[600, 4000, 1 << 30, 1 << 30]);
+    let index_bytes = random.pick(&[2000, 6000, 1 << 30, 1 << 30]);
     let limits = DiskLimits { bytes: random.pick(&[700, 2500, 20_000, 1 << 40]), min_free_bytes, index_bytes };
     let disk = SimulatedDisk::new(capacity, fail_every, Random::new(random.roll()));
     // The file of somebody else takes some of it.
