@@ -40,8 +40,9 @@ fn cargo(args: &[&str]) -> Outcome {
     }
 }
 
-/// Lines of a failed test's own output that the summary repeats.
+/// Lines of a failed test's own output that the summary repeats, and characters of each.
 const LINES_OF_A_FAILURE: usize = 12;
+const CHARACTERS_OF_A_LINE: usize = 300;
 
 /// Every test of the workspace, also after a failure. What failed is said again in the summary: a log is often
 /// kept by its end.
@@ -64,7 +65,7 @@ fn tests() -> Result<()> {
         }
         if lines_left > 0 && !line.is_empty() {
             lines_left -= 1;
-            failures.push(line);
+            failures.push(line.chars().take(CHARACTERS_OF_A_LINE).collect::<String>());
         }
     }
     let status = child.wait()?;
