@@ -10,7 +10,7 @@ use crate::arguments::{Arguments, Mistakes};
 use crate::build;
 use crate::failure::Failure;
 use crate::load::Checked;
-use crate::options::find;
+use crate::resolve::flag_text;
 
 /// Budget and free space where nobody says.
 const BYTES: u64 = 32 << 30;
@@ -33,8 +33,7 @@ pub fn index_bytes(arguments: &Arguments, memory: Option<u64>) -> u64 {
 }
 
 fn folder(arguments: &Arguments) -> Option<PathBuf> {
-    find(arguments.command, "cache-dir")?;
-    arguments.text("cache-dir").filter(|dir| *dir != "off").map(PathBuf::from)
+    flag_text(arguments, "cache-dir").filter(|dir| *dir != "off").map(PathBuf::from)
 }
 
 /// What was asked for.

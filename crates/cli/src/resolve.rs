@@ -208,7 +208,6 @@ pub fn is_given(arguments: &Arguments, flag: &str) -> bool {
 }
 
 /// A text where the command has this option and someone set it.
-#[cfg_attr(not(target_os = "macos"), expect(dead_code, reason = "asked by the Metal backend alone"))]
 pub fn flag_text<'a>(arguments: &'a Arguments, flag: &str) -> Option<&'a str> {
     if is_given(arguments, flag) { arguments.text(flag) } else { None }
 }

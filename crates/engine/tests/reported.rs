@@ -144,7 +144,10 @@ fn a_title_request_beside_a_long_conversation_does_not_evict_it() {
 }
 
 fn open(disk: &SimulatedDisk, bytes: u64) -> Disk<SimulatedDisk> {
-    let limits = DiskLimits { bytes, min_free_bytes: 0, index_bytes: 1 << 30 };
+    open_with(disk, DiskLimits { bytes, min_free_bytes: 0, index_bytes: 1 << 30 })
+}
+
+fn open_with(disk: &SimulatedDisk, limits: DiskLimits) -> Disk<SimulatedDisk> {
     Disk::new(disk.clone(), limits, DiskIdentity::of(&["reported"]), std::sync::Arc::new(|_| {}))
         .expect("it can be listed")
 }
@@ -202,8 +205,7 @@ fn a_full_disk_costs_nothing_but_its_prefixes() {
 fn a_server_that_keeps_prefixes_for_days_takes_no_more_memory_for_their_list() {
     let disk = new_disk(1 << 40);
     let limits = DiskLimits { bytes: PLENTY, min_free_bytes: 0, index_bytes: 6000 };
-    let opened = Disk::new(disk.clone(), limits, DiskIdentity::of(&["reported"]), std::sync::Arc::new(|_| {}));
-    let (handle, thread) = engine_with_disk(PLENTY, opened.expect("it can be listed"));
+    let (handle, thread) = engine_with_disk(PLENTY, open_with(&disk, limits));
     for index in 0..30 {
         answer(&handle, Request::greedy(&text(700 + index, 300), 5));
         std::thread::sleep(std::time::Duration::from_millis(1));
@@ -215,8 +217,7 @@ fn a_server_that_keeps_prefixes_for_days_takes_no_more_memory_for_their_list() {
     assert!(stats.evictions > 0 && stats.files > 0 && stats.index_bytes <= 6000, "{stats:?}");
     // A server with less memory opens the same folder.
     let limits = DiskLimits { index_bytes: 3000, ..limits };
-    let opened = Disk::new(disk, limits, DiskIdentity::of(&["reported"]), std::sync::Arc::new(|_| {}));
-    let (handle, thread) = engine_with_disk(PLENTY, opened.expect("it can be listed"));
+    let (handle, thread) = engine_with_disk(PLENTY, open_with(&disk, limits));
     answer(&handle, Request::greedy(&text(800, 20), 5));
     let stats = handle.stats().disk;
     assert!(stats.files > 0 && stats.index_bytes <= 3000, "{stats:?}");
@@ -246,8 +247,7 @@ fn until(
 fn a_disk_that_others_fill_loses_no_file_and_is_written_again_when_they_leave() {
     let disk = new_disk(1 << 40);
     let limits = DiskLimits { bytes: PLENTY, min_free_bytes: 1 << 30, index_bytes: 1 << 30 };
-    let opened = Disk::new(disk.clone(), limits, DiskIdentity::of(&["reported"]), std::sync::Arc::new(|_| {}));
-    let (handle, thread) = engine_with_disk(PLENTY, opened.expect("it can be listed"));
+    let (handle, thread) = engine_with_disk(PLENTY, open_with(&disk, limits));
     let mut texts = 500..;
     let before = until(&handle, &mut texts, "some files", |stats| stats.writes >= 4);
     let own = disk.own_bytes();
