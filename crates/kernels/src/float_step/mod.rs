@@ -4,6 +4,7 @@
 //! are that small, and the same bits for the same work: that is counted apart and refuses nothing.
 
 use crate::gpu::{a_thread_each, program};
+use crate::tensor_step::Random;
 use tf_device::gpu::{Binding, GpuDevice, GpuQueue, Launch, Program, ShapeBytes};
 use tf_device::{Buffer, Device, LaunchError};
 
@@ -68,18 +69,12 @@ pub fn probe(queue: &mut GpuQueue, items: usize, seed: u64) -> Result<Found, Lau
 fn inputs(items: usize, seed: u64) -> [Vec<f32>; 3] {
     const SPECIAL: [u32; 10] =
         [0, 0x8000_0000, 1, 0x807f_ffff, 0x0080_0000, 0x3f80_0000, 0x7f7f_ffff, 0x7f80_0000, 0xff80_0000, 0x7fc0_0000];
-    let mut state = seed;
-    let mut next = move || {
-        state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let z = (state ^ state >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ z >> 31
-    };
+    let mut random = Random(seed);
     let mut values: [Vec<f32>; 3] = Default::default();
     for item in 0..items {
         let exponents = [(120, 8), (1, 254), (0, 3), (60, 20), (190, 64)][item % 5];
         for column in &mut values {
-            let bits = next();
+            let bits = random.next();
             let exponent = exponents.0 + (bits >> 32) as u32 % exponents.1;
             let ordinary = (bits as u32 & 0x807f_ffff) | exponent << 23;
             let special = SPECIAL[(bits >> 40) as usize % SPECIAL.len()];
