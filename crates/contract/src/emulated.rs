@@ -1,6 +1,6 @@
 //! Metal kernels on the emulator: where no Apple chip is at hand, every launch is watched instead.
 
-use crate::limits::{APPLE, MetalLaunch, metal_problems};
+use crate::limits::{MetalLaunch, apple_problems};
 use crate::target::{Bench, Target};
 use std::sync::Arc;
 use tf_device::Device;
@@ -78,14 +78,7 @@ impl Bench for Emulated {
 
     fn limit_problems(&self) -> Vec<String> {
         let launched = self.log.launches();
-        let problems = launched.iter().flat_map(|launched| {
-            let asked = asked(launched);
-            APPLE
-                .iter()
-                .flat_map(move |chip| metal_problems(chip, &asked))
-                .map(|text| format!("{}: {text}", launched.entry))
-        });
-        problems.collect()
+        launched.iter().flat_map(|launched| apple_problems(launched.entry, &asked(launched))).collect()
     }
 }
 

@@ -104,6 +104,12 @@ fn over(problems: &mut Vec<String>, chip: &str, what: &str, found: u32, most: u3
     }
 }
 
+/// What any chip of the table refuses about a launch of `entry`.
+pub fn apple_problems(entry: &str, launch: &MetalLaunch) -> Vec<String> {
+    let of_chips = APPLE.iter().flat_map(|chip| metal_problems(chip, launch));
+    of_chips.map(|text| format!("{entry}: {text}")).collect()
+}
+
 /// What a chip refuses about a launch.
 pub fn metal_problems(chip: &AppleChip, launch: &MetalLaunch) -> Vec<String> {
     let mut problems = Vec::new();

@@ -1,6 +1,6 @@
 //! Metal kernels on the GPU of this Mac. Compiled and linked on Linux too; **not run on Apple hardware**.
 
-use crate::limits::{APPLE, MetalLaunch, metal_problems};
+use crate::limits::{MetalLaunch, apple_problems};
 use crate::target::{Bench, Target};
 use std::sync::{Arc, PoisonError};
 use tf_device::Device;
@@ -76,14 +76,7 @@ impl Bench for Metal {
 
     fn limit_problems(&self) -> Vec<String> {
         let launched = self.log.lock().unwrap_or_else(PoisonError::into_inner);
-        let problems = launched.iter().flat_map(|launched| {
-            let asked = asked(launched);
-            APPLE
-                .iter()
-                .flat_map(move |chip| metal_problems(chip, &asked))
-                .map(|text| format!("{}: {text}", launched.entry))
-        });
-        problems.collect()
+        launched.iter().flat_map(|launched| apple_problems(launched.entry, &asked(launched))).collect()
     }
 }
 
