@@ -97,7 +97,7 @@ struct State {
     recorded: Recorded,
     staging: Staging,
     /// A launch names its kernel by the place here.
-    kernels: Vec<Arc<Kernel>>,
+    kernels: Vec<Kernel>,
     /// By the program's address, which is static, and the entry.
     numbers: HashMap<(usize, &'static str), u32>,
     modules: HashMap<&'static str, Arc<Module>>,
@@ -230,7 +230,7 @@ impl CudaDriver {
             Err(error) => return Err(self.failed(error)),
         };
         let number = state.kernels.len() as u32;
-        state.kernels.push(Arc::new(kernel));
+        state.kernels.push(kernel);
         state.numbers.insert(key, number);
         Ok(number)
     }

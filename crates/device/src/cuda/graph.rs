@@ -22,30 +22,60 @@ pub struct Event {
     inner: Arc<Context>,
 }
 
+/// What a stream was given while it was captured. Goes after the instances that are changed by the names of its nodes.
+#[derive(Debug)]
+pub(super) struct Captured {
+    graph: sys::CUgraph,
+    inner: Arc<Context>,
+}
+
+// SAFETY: a graph is a handle of the driver and is used by one thread at a time.
+unsafe impl Send for Captured {}
+
+impl Captured {
+    /// A graph that runs it.
+    pub fn instance(&self) -> Result<Graph, CudaError> {
+        self.inner.enter()?;
+        let mut exec = std::ptr::null_mut();
+        // SAFETY: the graph was captured in `Gpu::captured`.
+        check("cuGraphInstantiate", unsafe { sys::cuGraphInstantiateWithFlags(&mut exec, self.graph, 0) })?;
+        Ok(Graph { exec, inner: self.inner.clone() })
+    }
+}
+
+impl Graph {
+    pub(super) fn exec(&self) -> sys::CUgraphExec {
+        self.exec
+    }
+}
+
 impl Gpu {
-    /// Records what `launches` puts into the stream, without running it.
-    ///
-    /// # Errors
-    /// Those of `launches`; [`CudaError::Driver`].
-    pub fn capture<E: From<CudaError>>(&self, launches: impl FnOnce() -> Result<(), E>) -> Result<Graph, E> {
+    /// What `launches` puts into the stream, which does not run, and what it returns.
+    pub(super) fn captured<T, E: From<CudaError>>(
+        &self,
+        launches: impl FnOnce() -> Result<T, E>,
+    ) -> Result<(Captured, T), E> {
         self.inner.enter()?;
         let stream = self.inner.stream;
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream lives as long as `inner` and captures nothing yet.
         check("cuStreamBeginCapture", unsafe { sys::cuStreamBeginCapture_v2(stream, mode) })?;
         let launched = launches();
-        let mut graph = std::ptr::null_mut();
+        let mut captured = Captured { graph: std::ptr::null_mut(), inner: self.inner.clone() };
         // SAFETY: ends the capture begun above, also after a failure, so that the stream is usable again.
-        let ended = check("cuStreamEndCapture", unsafe { sys::cuStreamEndCapture(stream, &mut graph) });
-        launched?;
+        let ended = check("cuStreamEndCapture", unsafe { sys::cuStreamEndCapture(stream, &mut captured.graph) });
+        let launched = launched?;
         ended?;
-        let mut exec = std::ptr::null_mut();
-        // SAFETY: the graph was just captured.
-        let made = check("cuGraphInstantiate", unsafe { sys::cuGraphInstantiateWithFlags(&mut exec, graph, 0) });
-        // SAFETY: the executable graph holds its own copy.
-        check("cuGraphDestroy", unsafe { sys::cuGraphDestroy(graph) })?;
-        made?;
-        Ok(Graph { exec, inner: self.inner.clone() })
+        Ok((captured, launched))
+    }
+
+    /// Records what `launches` puts into the stream, without running it.
+    ///
+    /// # Errors
+    /// Those of `launches`; [`CudaError::Driver`].
+    pub fn capture<E: From<CudaError>>(&self, launches: impl FnOnce() -> Result<(), E>) -> Result<Graph, E> {
+        let (captured, ()) = self.captured(launches)?;
+        Ok(captured.instance()?)
     }
 
     /// Puts a whole graph into the stream.
@@ -103,10 +133,19 @@ impl Event {
 // SAFETY: an event is a handle of the driver, which locks its own state.
 unsafe impl Send for Event {}
 
+impl Drop for Captured {
+    fn drop(&mut self) {
+        if !self.graph.is_null() && self.inner.enter().is_ok() {
+            // SAFETY: captured in `Gpu::captured` and destroyed once; instances hold copies of their own.
+            unsafe { sys::cuGraphDestroy(self.graph) };
+        }
+    }
+}
+
 impl Drop for Graph {
     fn drop(&mut self) {
         if self.inner.enter().is_ok() {
-            // SAFETY: instantiated in `capture` and destroyed once.
+            // SAFETY: instantiated once and destroyed once; the driver keeps a graph that still runs until it is done.
             unsafe { sys::cuGraphExecDestroy(self.exec) };
         }
     }

@@ -71,7 +71,7 @@ impl Module {
             name: name.to_string(),
             function,
             argument_bytes,
-            shared_allowed: Arc::new(AtomicUsize::new(0)),
+            shared_allowed: AtomicUsize::new(0),
             static_shared_bytes: attribute(Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)?,
             threads_max: attribute(Attribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK)?,
             module: self.clone(),
@@ -89,7 +89,7 @@ impl Drop for Module {
 }
 
 /// One kernel of a module, with the compiler's figures.
-#[derive(Clone, Debug)]
+#[derive(Debug)]
 pub struct Kernel {
     pub name: String,
     pub static_shared_bytes: usize,
@@ -98,7 +98,7 @@ pub struct Kernel {
     function: sys::CUfunction,
     /// Dynamic shared memory that the driver was asked for so far. What it allows unasked depends on the kernel: 48 KiB less the
     /// kernel's own.
-    shared_allowed: Arc<AtomicUsize>,
+    shared_allowed: AtomicUsize,
     module: Arc<Module>,
 }
 

@@ -1,43 +1,29 @@
 //! Rounds as CUDA graphs: a chain of kernel nodes that is captured once and changed node by node.
 
 use super::error::{CudaError, check};
-use super::gpu::{Context, Gpu};
+use super::gpu::Gpu;
+use super::graph::{Captured, Graph};
 use super::launch::{Kernel, Shape};
 use crate::gpu::rounds::{Calls, Cut, Recorded};
 use cudarc::driver::sys;
-use std::sync::Arc;
 
-/// An instantiated graph, and what its nodes are named by: those of the graph that it was made from.
+/// An instantiated graph, and what its nodes are named by: those of the capture that it was made from.
 #[derive(Debug)]
 pub(super) struct RoundGraph {
-    graph: sys::CUgraph,
-    exec: sys::CUgraphExec,
+    graph: Graph,
     /// One for each launch, in their order.
     nodes: Vec<sys::CUgraphNode>,
-    inner: Arc<Context>,
+    /// Owns the nodes.
+    _captured: Captured,
 }
 
-// SAFETY: handles of the driver, which locks its own state; they are used by one thread at a time, behind `&mut`.
+// SAFETY: the nodes are handles of the driver, which locks its own state; they are used by one thread at a time, behind `&mut`.
 unsafe impl Send for RoundGraph {}
-
-impl Drop for RoundGraph {
-    fn drop(&mut self) {
-        if self.inner.enter().is_ok() {
-            // SAFETY: both were made in `build` and go once; the driver keeps a graph that still runs until it is done.
-            unsafe {
-                if !self.exec.is_null() {
-                    sys::cuGraphExecDestroy(self.exec);
-                }
-                sys::cuGraphDestroy(self.graph);
-            }
-        }
-    }
-}
 
 /// The stream of a GPU, for launches of its kernels by number. Its context is this thread's own.
 pub(super) struct Stream<'a> {
     pub gpu: &'a Gpu,
-    pub kernels: &'a [Arc<Kernel>],
+    pub kernels: &'a [Kernel],
 }
 
 pub(super) fn shape_of(cut: &Cut) -> Shape {
@@ -52,7 +38,7 @@ pub(super) fn shape_of(cut: &Cut) -> Shape {
 
 impl Stream<'_> {
     /// The node that was captured last: what the next one would follow.
-    fn captured(&self) -> Result<sys::CUgraphNode, CudaError> {
+    fn last_captured(&self) -> Result<sys::CUgraphNode, CudaError> {
         let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
         let (mut nodes, mut edges, mut count) = (std::ptr::null(), std::ptr::null(), 0);
         let (mut id, mut graph) = (0, std::ptr::null_mut());
@@ -68,33 +54,6 @@ impl Stream<'_> {
         // SAFETY: the list has one entry, checked above.
         Ok(unsafe { *nodes })
     }
-
-    fn capture(&mut self, round: &Recorded) -> Result<(sys::CUgraph, Vec<sys::CUgraphNode>), CudaError> {
-        let stream = self.gpu.inner.stream;
-        let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-        // SAFETY: the stream lives as long as the GPU and captures nothing: the caller has it alone.
-        check("cuStreamBeginCapture", unsafe { sys::cuStreamBeginCapture_v2(stream, mode) })?;
-        let nodes: Result<Vec<_>, CudaError> = round
-            .iter()
-            .map(|(cut, arguments)| {
-                self.launch(cut, arguments)?;
-                self.captured()
-            })
-            .collect();
-        let mut graph = std::ptr::null_mut();
-        // SAFETY: ends the capture begun above, also after a failure, so that the stream is usable again.
-        let ended = check("cuStreamEndCapture", unsafe { sys::cuStreamEndCapture(stream, &mut graph) });
-        match nodes.and_then(|nodes| ended.map(|()| nodes)) {
-            Ok(nodes) => Ok((graph, nodes)),
-            Err(error) => {
-                if !graph.is_null() {
-                    // SAFETY: made by the capture and used by nobody.
-                    unsafe { sys::cuGraphDestroy(graph) };
-                }
-                Err(error)
-            }
-        }
-    }
 }
 
 impl Calls for Stream<'_> {
@@ -106,12 +65,15 @@ impl Calls for Stream<'_> {
     }
 
     fn build(&mut self, round: &Recorded) -> Result<RoundGraph, CudaError> {
-        let (graph, nodes) = self.capture(round)?;
-        let inner = self.gpu.inner.clone();
-        let mut made = RoundGraph { graph, exec: std::ptr::null_mut(), nodes, inner };
-        // SAFETY: the graph was just captured; it is kept, since its nodes name those of the instance.
-        check("cuGraphInstantiate", unsafe { sys::cuGraphInstantiateWithFlags(&mut made.exec, graph, 0) })?;
-        Ok(made)
+        let gpu = self.gpu;
+        let (captured, nodes) = gpu.captured(|| {
+            let launches = round.iter().map(|(cut, arguments)| {
+                self.launch(cut, arguments)?;
+                self.last_captured()
+            });
+            launches.collect::<Result<Vec<_>, CudaError>>()
+        })?;
+        Ok(RoundGraph { graph: captured.instance()?, nodes, _captured: captured })
     }
 
     fn change(&mut self, graph: &mut RoundGraph, index: usize, cut: &Cut, arguments: &[u8]) -> Result<(), CudaError> {
@@ -134,12 +96,11 @@ impl Calls for Stream<'_> {
         // SAFETY: the node belongs to the graph of this instance; every argument has the kernel's own size, checked when the
         // launch was noted, and is copied during the call.
         check("cuGraphExecKernelNodeSetParams", unsafe {
-            sys::cuGraphExecKernelNodeSetParams_v2(graph.exec, graph.nodes[index], &params)
+            sys::cuGraphExecKernelNodeSetParams_v2(graph.graph.exec(), graph.nodes[index], &params)
         })
     }
 
     fn replay(&mut self, graph: &RoundGraph) -> Result<(), CudaError> {
-        // SAFETY: the graph is instantiated and its context is the current one.
-        check("cuGraphLaunch", unsafe { sys::cuGraphLaunch(graph.exec, self.gpu.inner.stream) })
+        self.gpu.replay(&graph.graph)
     }
 }
