@@ -206,6 +206,8 @@ __device__ __forceinline__ void slab_linear(const LinearArgs& args) {
                 // Pieces: as many as the registers beside the ring take.
                 constexpr int PIECES = Format::IS_HEAD ? 0 : DEPTH * VECTORS >= 16 || DEPTH == 9 ? 3 : VECTORS == 2 ? 1 : 2;
                 stage_inputs<PIECES>(args, staged, group * shape.blocks + staged_first + phase * count, count);
+                // The scale codes of this thread, too: whoever reads them is another.
+                if (Format::SCALED) wait_for_copies();
                 __syncthreads();
             }
             if (index >= mine) continue;
