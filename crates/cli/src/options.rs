@@ -642,6 +642,7 @@ pub const OPTIONS: &[OptionSpec] = &[
     option("replay", Kind::Text, S::Command, CONTRACT, NONE, "one case again"),
     option("seeds", count(0, 1 << 20), S::Command, CONTRACT, DefaultValue::Is("0"), "fresh seeds whose values are judged as well"),
     option("time", Kind::Switch, S::Command, CONTRACT, OFF, "times the cases as well"),
+    option("by-kernel", Kind::Switch, S::Command, BENCH, OFF, "slice: what each kernel of a round takes"),
     option("laws", Kind::List, S::Command, SELFTEST, DefaultValue::Says("all"), "which laws"),
     option("quick", Kind::Switch, S::Command, SELFTEST, OFF, "fewer cases a law"),
     option("url", Kind::Text, S::Command, BENCH, DefaultValue::Says("a server of its own"), "server to measure"),

@@ -4,9 +4,12 @@
 //! taken in the same run. Then laws of exactness run on the same weights. On the CPU few layers, experts and tokens, so that
 //! the command runs anywhere; its figures say little there.
 
+mod times;
+
 use std::time::Instant;
 
 use tf_bench::{Check, Record, Row};
+use tf_device::gpu::rounds::Giving;
 use tf_device::{Buffer, Device, Queue};
 use tf_engine::Sampling;
 use tf_engine::model::{DraftRequest, Drafts, Drawn, Model, RoundPlan, SequenceView, SlotIndex, Window};
@@ -38,6 +41,8 @@ struct Plan {
     burst: u32,
     /// Whether rounds also start in the other ways.
     compares: bool,
+    /// Whether rounds are taken apart by kernel.
+    apart: bool,
     ceiling_bytes: usize,
     laws: Vec<String>,
     settings: Vec<(String, String)>,
@@ -142,6 +147,7 @@ fn read(arguments: &Arguments, device: &Device) -> Result<Plan, Failure> {
         repetitions,
         burst,
         compares: is_gpu,
+        apart: arguments.is_on("by-kernel"),
         ceiling_bytes: if is_gpu { 2 << 30 } else { 256 << 20 },
         laws,
         settings: settings.map(|(name, value)| (name.to_owned(), value)).to_vec(),
@@ -387,7 +393,23 @@ impl<'a> Slice<'a> {
             }
             self.model.give_rounds(WAYS[0].0).map_err(failed)?;
         }
+        if self.plan.apart {
+            self.take_apart(rows, record)?;
+        }
         Ok(())
+    }
+
+    /// The times of a round of `rows` rows by kernel.
+    fn take_apart(&mut self, rows: u32, record: &mut Record) -> Result<(), Failure> {
+        self.rewind(rows);
+        self.model.give_rounds(Giving::Whole).map_err(failed)?;
+        self.round_of(rows);
+        let times = self.model.time_round(&self.round, self.plan.repetitions).map_err(failed)?;
+        self.kept();
+        if let Some(times) = times {
+            times::push(record, &format!("decode, {rows} rows"), &times, self.plan.shape.num_hidden_layers as f64);
+        }
+        self.model.give_rounds(WAYS[0].0).map_err(failed)
     }
 
     /// Microseconds of a layer in a burst of rounds, and those of giving its first round to the device: later ones may wait
@@ -459,7 +481,7 @@ impl<'a> Slice<'a> {
     }
 }
 
-/// Bars of the shares of the floor, for a terminal.
+/// Bars of the shares of the floor and the tables of kernels, for a terminal.
 pub fn picture(record: &Record) -> String {
     const WIDTH: f64 = 40.0;
     let rows = record.rows.iter().filter(|row| row.unit == SHARE);
@@ -469,10 +491,11 @@ pub fn picture(record: &Record) -> String {
         let bar = format!("{}{}", "#".repeat(filled), ".".repeat(WIDTH as usize - filled));
         text += &format!("{:<28} {bar} {share:.2}\n", row.name);
     }
-    match text.is_empty() {
+    let bars = match text.is_empty() {
         true => text,
         false => format!("\nshare of the floor: bytes read once, at the speed of reading memory\n{text}"),
-    }
+    };
+    bars + &times::table(record)
 }
 
 #[cfg(test)]
@@ -522,6 +545,7 @@ mod tests {
             repetitions: 2,
             burst: 2,
             compares: true,
+            apart: true,
             ceiling_bytes: 1 << 20,
             laws: vec!["L4".to_owned()],
             settings: Vec::new(),

@@ -4,7 +4,7 @@ use super::launch::{Kernel, Module};
 use super::rounds::{RoundGraph, Stream, shape_of};
 use super::staging::Staging;
 use super::{CudaError, Gpu};
-use crate::gpu::rounds::{Arena, Counts, Cut, Giving, Recorded, Rounds};
+use crate::gpu::rounds::{self, Arena, Counts, Cut, Giving, Recorded, RoundTimes, Rounds};
 use crate::gpu::{Argument, Backend, Block, Call, Driver, GpuDevice, GpuLimits, Program, Span};
 use crate::{Device, LaunchError};
 use cudarc::driver::sys;
@@ -380,6 +380,20 @@ impl Driver for CudaDriver {
 
     fn round_counts(&self) -> Counts {
         self.state().rounds.counts()
+    }
+
+    fn time_round(&self, repetitions: u32) -> Result<Option<RoundTimes>, LaunchError> {
+        let mut state = self.state();
+        let round = state.recorded.clone();
+        if round.is_empty() {
+            return Ok(None);
+        }
+        self.check(state.flush(&self.gpu))?;
+        self.enter()?;
+        let mut stream = Stream { gpu: &self.gpu, kernels: &state.kernels };
+        let times = rounds::times(&mut stream, &round, repetitions).map_err(|error| self.failed(error))?;
+        self.check(state.finish(&self.gpu))?;
+        Ok(Some(times))
     }
 
     fn cuda(&self) -> Option<&Gpu> {

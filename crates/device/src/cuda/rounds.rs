@@ -4,7 +4,7 @@ use super::error::{CudaError, check};
 use super::gpu::Gpu;
 use super::graph::{Captured, Graph};
 use super::launch::{Kernel, Shape};
-use crate::gpu::rounds::{Calls, Cut, Recorded};
+use crate::gpu::rounds::{Calls, Clock, Cut, Recorded};
 use cudarc::driver::sys;
 
 /// An instantiated graph, and what its nodes are named by: those of the capture that it was made from.
@@ -102,5 +102,24 @@ impl Calls for Stream<'_> {
 
     fn replay(&mut self, graph: &RoundGraph) -> Result<(), CudaError> {
         self.gpu.replay(&graph.graph)
+    }
+}
+
+impl Clock for Stream<'_> {
+    fn name(&self, kernel: u32) -> String {
+        self.kernels[kernel as usize].name.clone()
+    }
+
+    fn microseconds(&mut self, graph: &RoundGraph, repetitions: u32) -> Result<f64, CudaError> {
+        self.replay(graph)?;
+        let mut marks = vec![self.gpu.event()?];
+        for _ in 0..repetitions.max(1) {
+            self.replay(graph)?;
+            marks.push(self.gpu.event()?);
+        }
+        let each = marks.windows(2).map(|pair| self.gpu.microseconds(&pair[0], &pair[1]));
+        let mut each = each.collect::<Result<Vec<f64>, CudaError>>()?;
+        each.sort_by(f64::total_cmp);
+        Ok(each[each.len() / 2])
     }
 }

@@ -1,6 +1,6 @@
 //! What a backend has to bring.
 
-use super::rounds::{Counts, Giving};
+use super::rounds::{Counts, Giving, RoundTimes};
 use super::{Backend, Program, Tuning};
 use crate::{HostBytes, LaunchError};
 use std::fmt::Debug;
@@ -156,6 +156,15 @@ pub trait Driver: Debug + Send + Sync {
     /// What became of collected launches so far.
     fn round_counts(&self) -> Counts {
         Counts::default()
+    }
+
+    /// Starts what was collected, then says where its time goes; `None` where nothing is collected. Each time is a median of
+    /// `repetitions` runs. Buffers that the launches write hold anything afterwards.
+    ///
+    /// # Errors
+    /// [`LaunchError::Device`].
+    fn time_round(&self, _repetitions: u32) -> Result<Option<RoundTimes>, LaunchError> {
+        Ok(None)
     }
 
     /// The CUDA device, for what only CUDA has. Collected launches are not in its stream yet.

@@ -1,7 +1,7 @@
 //! What a measurement needs to see of a round: the layers without the head, and what they read.
 
 use tf_device::Queue;
-use tf_device::gpu::rounds::{Counts, Giving};
+use tf_device::gpu::rounds::{Counts, Giving, RoundTimes};
 use tf_engine::model::{ForwardError, RoundPlan};
 
 use super::model::DeepseekV41;
@@ -24,6 +24,21 @@ impl DeepseekV41 {
         match &self.queue {
             Queue::Cpu(_) => Ok(()),
             Queue::Gpu(queue) => queue.driver().give(giving).map_err(|error| ForwardError::Failed(error.to_string())),
+        }
+    }
+
+    /// As [`DeepseekV41::compute`], and says where the time of the layers goes; `None` where rounds are not collected. Rounds
+    /// have to start whole. The slots of `plan` hold anything afterwards.
+    ///
+    /// # Errors
+    /// As [`DeepseekV41::compute`].
+    pub fn time_round(&mut self, plan: &RoundPlan, repetitions: u32) -> Result<Option<RoundTimes>, ForwardError> {
+        self.run(plan).map_err(|error| ForwardError::Failed(error.to_string()))?;
+        match &self.queue {
+            Queue::Cpu(_) => Ok(None),
+            Queue::Gpu(queue) => {
+                queue.driver().time_round(repetitions).map_err(|error| ForwardError::Failed(error.to_string()))
+            }
         }
     }
 

@@ -6,11 +6,13 @@
 
 mod arena;
 mod recorded;
+mod times;
 
 use std::time::Instant;
 
 pub use arena::Arena;
 pub use recorded::{Cut, Recorded};
+pub use times::{Clock, PartTimes, RoundTimes, times};
 
 /// When the launches of a round start. Changes no bit.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -255,3 +255,39 @@ fn a_cleared_list_is_as_new() {
     list.push(Cut { kernel: 9, blocks: 1, threads: 1, shared_bytes: 0, cluster: 1, overlap: false });
     assert_eq!(list.at(0).1, [6]);
 }
+
+/// Every launch takes ten times its kernel's number and ten more, four less behind another kernel.
+impl Clock for Fake {
+    fn name(&self, kernel: u32) -> String {
+        format!("k{kernel}")
+    }
+
+    fn microseconds(&mut self, graph: &Ran, repetitions: u32) -> Result<f64, &'static str> {
+        self.call("time")?;
+        assert_eq!(repetitions, 3);
+        let overlaps = graph.windows(2).filter(|pair| pair[0].0 != pair[1].0).count();
+        let sum: u32 = graph.iter().map(|(kernel, ..)| 10 + 10 * kernel).sum();
+        Ok(f64::from(sum) - 4.0 * overlaps as f64)
+    }
+}
+
+#[test]
+fn a_round_is_timed_whole_and_by_kernel_and_grid() {
+    let mut round = Recorded::default();
+    for (kernel, blocks) in [(0, 1), (1, 7), (0, 1), (1, 7), (1, 9)] {
+        round.argument(&[kernel as u8, blocks as u8]);
+        round.push(Cut { kernel, blocks, threads: 32, shared_bytes: 0, cluster: 1, overlap: true });
+    }
+    let mut fake = Fake::default();
+    let times = times(&mut fake, &round, 3).unwrap();
+    assert_eq!(times.whole_us, 80.0 - 3.0 * 4.0);
+    let found: Vec<_> = times.parts.iter().map(|part| (part.kernel.as_str(), part.blocks, part.launches)).collect();
+    assert_eq!(found, [("k0", 1, 2), ("k1", 7, 2), ("k1", 9, 1)]);
+    assert_eq!(times.parts.iter().map(|part| part.alone_us).collect::<Vec<_>>(), [20.0, 40.0, 20.0]);
+    // Without the first all are of one kernel; without the second one change is left; without the last two are.
+    assert_eq!(times.parts.iter().map(|part| part.saved_us).collect::<Vec<_>>(), [68.0 - 60.0, 68.0 - 36.0, 68.0 - 48.0]);
+    assert_eq!(fake.ran.len(), 3 * round.len(), "the whole runs behind each part, so that buffers hold a round's values");
+    assert_eq!(times, super::times(&mut Fake::default(), &round, 3).unwrap(), "and nothing else of it is kept");
+    fake.fails = Some(("time", 2));
+    assert_eq!(super::times(&mut fake, &round, 3), Err("time"));
+}
