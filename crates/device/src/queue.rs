@@ -58,6 +58,18 @@ impl Queue {
         self
     }
 
+    /// As [`GpuQueue::beside`]; on a CPU as any work.
+    pub fn beside<T>(&mut self, work: impl FnOnce(&mut Queue) -> T) -> T {
+        let set = |queue: &mut Queue, to_side: bool| match queue {
+            Queue::Cpu(_) => false,
+            Queue::Gpu(queue) => queue.set_beside(to_side),
+        };
+        let before = set(self, true);
+        let done = work(self);
+        set(self, before);
+        done
+    }
+
     /// Keeps the names of the kernels launched from here on.
     pub fn record_launches(&mut self) {
         match self {

@@ -88,7 +88,17 @@ fn a_refused_launch_leaves_every_buffer_where_it_was() {
     ];
     for (arguments, text) in cases {
         let (program, entry, tuning) = (&SCALE, "scale", Tuning::default());
-        let call = Call { program, entry, arguments, shape: &[0; 8], groups: 1, threads: 32, shared_bytes: 0, tuning };
+        let call = Call {
+            program,
+            entry,
+            arguments,
+            shape: &[0; 8],
+            groups: 1,
+            threads: 32,
+            shared_bytes: 0,
+            tuning,
+            to_side: false,
+        };
         let error = driver.launch(&call).unwrap_err().to_string();
         assert!(error.contains(text), "{error}");
         for (span, number) in [(x, 1), (y, 2)] {

@@ -99,8 +99,17 @@ kernel void placed(uint i [[thread_position_in_threadgroup]]) {}
     fn a_launch_is_cut_as_its_kernel_allows() {
         let cut_for = |entry, simdgroups, threads_max| {
             let (arguments, shape, tuning) = (&[][..], &[][..], Tuning::default());
-            let call =
-                Call { program: &PROGRAM, entry, arguments, shape, groups: 5, threads: 256, shared_bytes: 0, tuning };
+            let call = Call {
+                program: &PROGRAM,
+                entry,
+                arguments,
+                shape,
+                groups: 5,
+                threads: 256,
+                shared_bytes: 0,
+                tuning,
+                to_side: false,
+            };
             geometry(&call, simdgroups, threads_max)
         };
         let cut = |entry, simdgroups| cut_for(entry, simdgroups, 1024);

@@ -4,11 +4,12 @@ use super::launch::{Kernel, Module};
 use super::rounds::{RoundGraph, Stream, shape_of};
 use super::staging::Staging;
 use super::{CudaError, Gpu};
-use crate::gpu::rounds::{self, Arena, Counts, Cut, Giving, Recorded, RoundTimes, Rounds};
+use crate::gpu::rounds::{self, Arena, Counts, Cut, Giving, Line, Lines, Recorded, RoundTimes, Rounds};
 use crate::gpu::{Argument, Backend, Block, Call, Driver, GpuDevice, GpuLimits, Program, Span};
 use crate::{Device, LaunchError};
 use cudarc::driver::sys;
 use std::collections::{BTreeMap, HashMap};
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The cubin of a program for a compiler target (`90a`), where the build has one.
@@ -69,6 +70,7 @@ fn opened(ordinal: usize, cubins: Cubins, trial: Trial, giving: Giving) -> Resul
     let state = State {
         rounds: Rounds::default(),
         recorded: Recorded::default(),
+        lines: Lines::default(),
         staging: Staging::new(&gpu)?,
         kernels: Vec::new(),
         numbers: HashMap::new(),
@@ -95,6 +97,8 @@ struct State {
     rounds: Rounds<RoundGraph>,
     /// Launches that are not in the stream yet.
     recorded: Recorded,
+    /// What those at the side touch.
+    lines: Lines,
     staging: Staging,
     /// A launch names its kernel by the place here.
     kernels: Vec<Kernel>,
@@ -111,7 +115,7 @@ struct State {
 impl State {
     /// Starts what was collected. Nothing of it is left afterwards, also where it failed.
     fn flush(&mut self, gpu: &Gpu) -> Result<(), CudaError> {
-        let State { rounds, recorded, staging, kernels, failure, .. } = self;
+        let State { rounds, recorded, lines, staging, kernels, failure, .. } = self;
         let given = match failure.take() {
             Some(failure) => Err(failure),
             None if recorded.is_empty() => Ok(()),
@@ -121,6 +125,7 @@ impl State {
             }
         };
         recorded.clear();
+        lines.clear();
         given
     }
 
@@ -147,13 +152,14 @@ impl State {
 
     /// Adds a launch of kernel number `kernel` to those collected.
     fn record(&mut self, gpu: &Gpu, kernel: u32, call: &Call<'_>) -> Result<(), CudaError> {
-        let cut = Cut {
+        let mut cut = Cut {
             kernel,
             blocks: call.groups,
             threads: call.threads,
             shared_bytes: call.shared_bytes,
             cluster: call.tuning.cluster.max(1),
             overlap: call.tuning.overlap,
+            line: Line::Main,
         };
         let shape_bytes = (!call.shape.is_empty()).then_some(call.shape.len());
         let sizes = call.arguments.iter().map(|_| size_of::<u64>()).chain(shape_bytes);
@@ -172,6 +178,13 @@ impl State {
             self.recorded.argument(&address.to_ne_bytes());
         }
         self.recorded.argument(call.shape);
+        // Behind the room for its bytes, which may end a list.
+        let ranges = |wanted: fn(&Argument<'_>) -> Option<Span>| {
+            call.arguments.iter().filter_map(wanted).map(range_of).collect::<Vec<_>>()
+        };
+        let reads = ranges(|argument| if let Argument::Read(span) = argument { Some(*span) } else { None });
+        let writes = ranges(|argument| if let Argument::Write(span) = argument { Some(*span) } else { None });
+        cut.line = self.lines.place(call.to_side, &reads, &writes);
         self.recorded.push(cut);
         Ok(())
     }
@@ -254,6 +267,10 @@ impl CudaDriver {
 
 const fn address(span: Span) -> u64 {
     span.block.0 + span.first as u64
+}
+
+fn range_of(span: Span) -> Range<u64> {
+    address(span)..address(span) + span.bytes as u64
 }
 
 impl Driver for CudaDriver {

@@ -15,6 +15,8 @@ pub(super) struct Context {
     device: sys::CUdevice,
     pub(super) context: sys::CUcontext,
     pub(super) stream: sys::CUstream,
+    /// Captured beside the other; nothing runs in it.
+    pub(super) side: sys::CUstream,
 }
 
 // SAFETY: the driver's contexts and streams may be used from any thread; calls make the context current first.
@@ -35,6 +37,7 @@ impl Drop for Context {
         // SAFETY: both were made by `open` and nothing made from them is left. A failure has nowhere to be reported.
         unsafe {
             sys::cuCtxSetCurrent(self.context);
+            sys::cuStreamDestroy_v2(self.side);
             sys::cuStreamDestroy_v2(self.stream);
             sys::cuDevicePrimaryCtxRelease_v2(self.device);
         }
@@ -111,15 +114,18 @@ impl Gpu {
         let l2_bytes = figure(Attribute::CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE)?;
         let shared_bytes_max = figure(Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
         let clock_khz = figure(Attribute::CU_DEVICE_ATTRIBUTE_CLOCK_RATE)?;
-        let (mut context, mut stream) = (std::ptr::null_mut(), std::ptr::null_mut());
+        let mut context = std::ptr::null_mut();
+        let (mut stream, mut side) = (std::ptr::null_mut(), std::ptr::null_mut());
         // SAFETY: retains the device's own context; released in `Context::drop`.
         check("cuDevicePrimaryCtxRetain", unsafe { sys::cuDevicePrimaryCtxRetain(&mut context, device) })?;
         // SAFETY: the context was just retained.
         check("cuCtxSetCurrent", unsafe { sys::cuCtxSetCurrent(context) })?;
         let flags = sys::CUstream_flags::CU_STREAM_NON_BLOCKING as u32;
-        // SAFETY: writes one handle, destroyed in `Context::drop`.
-        check("cuStreamCreate", unsafe { sys::cuStreamCreate(&mut stream, flags) })?;
-        let inner = Arc::new(Context { device, context, stream });
+        for stream in [&mut stream, &mut side] {
+            // SAFETY: writes one handle, destroyed in `Context::drop`.
+            check("cuStreamCreate", unsafe { sys::cuStreamCreate(stream, flags) })?;
+        }
+        let inner = Arc::new(Context { device, context, stream, side });
         Ok(Gpu {
             name,
             ordinal,

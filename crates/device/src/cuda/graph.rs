@@ -94,12 +94,17 @@ impl Gpu {
     /// [`CudaError::Driver`].
     pub fn event(&self) -> Result<Event, CudaError> {
         self.inner.enter()?;
+        self.event_in(self.inner.stream)
+    }
+
+    /// The same for a stream of this device, whose context is this thread's own.
+    pub(super) fn event_in(&self, stream: sys::CUstream) -> Result<Event, CudaError> {
         let mut event = std::ptr::null_mut();
         // SAFETY: writes one handle, destroyed in `Event::drop`.
         check("cuEventCreate", unsafe { sys::cuEventCreate(&mut event, 0) })?;
         let event = Event { event, inner: self.inner.clone() };
         // SAFETY: event and stream belong to the current context.
-        check("cuEventRecord", unsafe { sys::cuEventRecord(event.event, self.inner.stream) })?;
+        check("cuEventRecord", unsafe { sys::cuEventRecord(event.event, stream) })?;
         Ok(event)
     }
 
@@ -119,6 +124,10 @@ impl Gpu {
 }
 
 impl Event {
+    pub(super) fn handle(&self) -> sys::CUevent {
+        self.event
+    }
+
     /// Waits until the stream has passed this point.
     ///
     /// # Errors

@@ -11,6 +11,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 #[derive(Debug)]
 pub struct Module {
     module: sys::CUmodule,
+    /// What it was loaded from.
+    cubin: Vec<u8>,
     inner: Arc<Context>,
 }
 
@@ -32,7 +34,7 @@ impl Module {
         image.push(0);
         // SAFETY: the driver reads the image during the call only.
         check("cuModuleLoadData", unsafe { sys::cuModuleLoadData(&mut module, image.as_ptr().cast()) })?;
-        Ok(Module { module, inner: gpu.inner.clone() })
+        Ok(Module { module, cubin: image, inner: gpu.inner.clone() })
     }
 
     /// A kernel by its name, with the sizes of its arguments.
@@ -74,6 +76,7 @@ impl Module {
             shared_allowed: AtomicUsize::new(0),
             static_shared_bytes: attribute(Attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES)?,
             threads_max: attribute(Attribute::CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK)?,
+            waits: super::elf::waits(&self.cubin, name),
             module: self.clone(),
         })
     }
@@ -94,6 +97,8 @@ pub struct Kernel {
     pub name: String,
     pub static_shared_bytes: usize,
     pub threads_max: usize,
+    /// Whether it waits itself for the launch before it: only then may it start while that one runs.
+    pub waits: bool,
     argument_bytes: Vec<usize>,
     function: sys::CUfunction,
     /// Dynamic shared memory that the driver was asked for so far. What it allows unasked depends on the kernel: 48 KiB less the
@@ -199,9 +204,15 @@ impl Gpu {
         kernel.ask_for_shared(shape.shared_bytes)
     }
 
-    /// Puts a launch into the stream that [`Gpu::check_launch`] took, with its arguments' bytes one behind the other. The
-    /// context is this thread's own.
-    pub(super) fn launch_checked(&self, kernel: &Kernel, shape: Shape, arguments: &[u8]) -> Result<(), CudaError> {
+    /// Puts a launch that [`Gpu::check_launch`] took into one of this device's streams, with its arguments' bytes one behind the
+    /// other. The context is this thread's own.
+    pub(super) fn launch_checked(
+        &self,
+        stream: sys::CUstream,
+        kernel: &Kernel,
+        shape: Shape,
+        arguments: &[u8],
+    ) -> Result<(), CudaError> {
         let mut pointers = kernel.pointers(arguments)?;
         let overlap = sys::CUlaunchAttribute {
             id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
@@ -216,7 +227,7 @@ impl Gpu {
             },
         };
         let mut attributes = Vec::with_capacity(2);
-        if shape.overlap && self.capability.0 >= 9 {
+        if shape.overlap && kernel.waits && self.capability.0 >= 9 {
             attributes.push(overlap);
         }
         if shape.cluster > 1 {
@@ -230,7 +241,7 @@ impl Gpu {
             blockDimY: 1,
             blockDimZ: 1,
             sharedMemBytes: shape.shared_bytes as u32,
-            hStream: self.inner.stream,
+            hStream: stream,
             attrs: attributes.as_mut_ptr(),
             numAttrs: attributes.len() as u32,
         };

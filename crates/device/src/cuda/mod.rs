@@ -8,6 +8,7 @@
 //! [`device`] makes it a [`crate::Device`], which kernel families reach through [`crate::gpu`].
 
 mod driver;
+mod elf;
 mod error;
 mod gpu;
 mod graph;

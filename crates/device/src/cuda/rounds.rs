@@ -1,10 +1,10 @@
 //! Rounds as CUDA graphs: a chain of kernel nodes that is captured once and changed node by node.
 
 use super::error::{CudaError, check};
-use super::gpu::Gpu;
-use super::graph::{Captured, Graph};
+use super::gpu::{Context, Gpu};
+use super::graph::{Captured, Event, Graph};
 use super::launch::{Kernel, Shape};
-use crate::gpu::rounds::{Calls, Clock, Cut, Recorded};
+use crate::gpu::rounds::{Calls, Clock, Cut, Line, Recorded};
 use cudarc::driver::sys;
 
 /// An instantiated graph, and what its nodes are named by: those of the capture that it was made from.
@@ -36,15 +36,70 @@ pub(super) fn shape_of(cut: &Cut) -> Shape {
     }
 }
 
+/// The main line and the side while they are captured.
+struct Capture<'a> {
+    stream: &'a Stream<'a>,
+    /// Whether the side follows the newest launch of the main line, and whether it has launches that the main line lacks.
+    is_behind_main: bool,
+    is_apart: bool,
+    /// Where the lines wait for each other; kept while they are captured.
+    events: Vec<Event>,
+}
+
+impl Capture<'_> {
+    /// Captures one launch; returns its node.
+    fn launch(&mut self, cut: &Cut, arguments: &[u8]) -> Result<sys::CUgraphNode, CudaError> {
+        let Context { stream: main, side, .. } = *self.stream.gpu.inner;
+        let mut shape = shape_of(cut);
+        let into = match cut.line {
+            Line::Main => main,
+            Line::Side => {
+                if !self.is_behind_main {
+                    self.follow(side, main)?;
+                    // Only behind a launch of its own line can it start early.
+                    shape.overlap = false;
+                }
+                (self.is_behind_main, self.is_apart) = (true, true);
+                side
+            }
+            Line::Joined => {
+                shape.overlap &= !self.is_apart;
+                self.join()?;
+                main
+            }
+        };
+        self.is_behind_main &= cut.line == Line::Side;
+        self.stream.gpu.launch_checked(into, &self.stream.kernels[cut.kernel as usize], shape, arguments)?;
+        self.stream.last_captured(into)
+    }
+
+    /// What the main line captures from here on follows the side.
+    fn join(&mut self) -> Result<(), CudaError> {
+        if std::mem::take(&mut self.is_apart) {
+            let Context { stream: main, side, .. } = *self.stream.gpu.inner;
+            self.follow(main, side)?;
+        }
+        Ok(())
+    }
+
+    /// Lets `stream` wait for what `other` has captured so far.
+    fn follow(&mut self, stream: sys::CUstream, other: sys::CUstream) -> Result<(), CudaError> {
+        let event = self.stream.gpu.event_in(other)?;
+        // SAFETY: event and streams belong to the current context.
+        check("cuStreamWaitEvent", unsafe { sys::cuStreamWaitEvent(stream, event.handle(), 0) })?;
+        self.events.push(event);
+        Ok(())
+    }
+}
+
 impl Stream<'_> {
-    /// The node that was captured last: what the next one would follow.
-    fn last_captured(&self) -> Result<sys::CUgraphNode, CudaError> {
+    /// The node that `stream` captured last: what the next one would follow.
+    fn last_captured(&self, stream: sys::CUstream) -> Result<sys::CUgraphNode, CudaError> {
         let mut status = sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE;
         let (mut nodes, mut edges, mut count) = (std::ptr::null(), std::ptr::null(), 0);
         let (mut id, mut graph) = (0, std::ptr::null_mut());
         // SAFETY: writes what it is asked for; the list belongs to the driver and is read before the next call.
         check("cuStreamGetCaptureInfo", unsafe {
-            let stream = self.gpu.inner.stream;
             sys::cuStreamGetCaptureInfo_v3(stream, &mut status, &mut id, &mut graph, &mut nodes, &mut edges, &mut count)
         })?;
         if status != sys::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE || count != 1 || nodes.is_null() {
@@ -61,17 +116,18 @@ impl Calls for Stream<'_> {
     type Error = CudaError;
 
     fn launch(&mut self, cut: &Cut, arguments: &[u8]) -> Result<(), CudaError> {
-        self.gpu.launch_checked(&self.kernels[cut.kernel as usize], shape_of(cut), arguments)
+        let stream = self.gpu.inner.stream;
+        self.gpu.launch_checked(stream, &self.kernels[cut.kernel as usize], shape_of(cut), arguments)
     }
 
     fn build(&mut self, round: &Recorded) -> Result<RoundGraph, CudaError> {
         let gpu = self.gpu;
         let (captured, nodes) = gpu.captured(|| {
-            let launches = round.iter().map(|(cut, arguments)| {
-                self.launch(cut, arguments)?;
-                self.last_captured()
-            });
-            launches.collect::<Result<Vec<_>, CudaError>>()
+            let mut capture = Capture { stream: self, is_behind_main: false, is_apart: false, events: Vec::new() };
+            let nodes = round.iter().map(|(cut, arguments)| capture.launch(cut, arguments));
+            let nodes = nodes.collect::<Result<Vec<_>, CudaError>>()?;
+            capture.join()?;
+            Ok::<_, CudaError>(nodes)
         })?;
         Ok(RoundGraph { graph: captured.instance()?, nodes, _captured: captured })
     }

@@ -58,6 +58,8 @@ pub struct Call<'a> {
     /// Dynamic shared memory.
     pub shared_bytes: u32,
     pub tuning: Tuning,
+    /// May run beside the launches behind it that touch nothing of it: see [`super::GpuQueue::beside`].
+    pub to_side: bool,
 }
 
 /// One device and its stream. Everything runs in the order in which it was given; `read`, `free` and `finish` wait.

@@ -14,17 +14,34 @@ const MOVE_PIECES_MAX: usize = 4;
 pub struct GpuQueue {
     driver: Arc<dyn Driver>,
     pub(crate) launches: LaunchLog,
-    /// See [`GpuQueue::take_scratch`].
-    scratch: BTreeMap<&'static str, Buffer>,
+    /// See [`GpuQueue::take_scratch`]; that of launches to the side is apart.
+    scratch: BTreeMap<(&'static str, bool), Buffer>,
     /// See [`GpuQueue::take_counters`].
-    counters: BTreeMap<&'static str, Buffer>,
+    counters: BTreeMap<(&'static str, bool), Buffer>,
+    /// See [`GpuQueue::beside`].
+    to_side: bool,
 }
 
 impl GpuQueue {
     /// The stream of `device`.
     pub fn new(device: &GpuDevice) -> GpuQueue {
         let (scratch, counters) = (BTreeMap::new(), BTreeMap::new());
-        GpuQueue { driver: device.driver().clone(), launches: LaunchLog::default(), scratch, counters }
+        GpuQueue { driver: device.driver().clone(), launches: LaunchLog::default(), scratch, counters, to_side: false }
+    }
+
+    /// What `work` launches may run beside the launches behind it: it follows all before it, and a later one waits for it that
+    /// touches a buffer which it writes, or writes one which it reads. Only speed depends on it, and only where launches are
+    /// collected into rounds. Worth it for what a later launch needs, and not the next.
+    pub fn beside<T>(&mut self, work: impl FnOnce(&mut GpuQueue) -> T) -> T {
+        let before = self.set_beside(true);
+        let done = work(self);
+        self.set_beside(before);
+        done
+    }
+
+    /// Says whether launches go to the side from now on; returns whether they did.
+    pub(crate) fn set_beside(&mut self, to_side: bool) -> bool {
+        std::mem::replace(&mut self.to_side, to_side)
     }
 
     /// Whose code it runs.
@@ -48,7 +65,7 @@ impl GpuQueue {
     /// # Errors
     /// [`LaunchError::DeviceMemory`] where it has to grow and can't.
     pub fn take_scratch(&mut self, name: &'static str, bytes: usize) -> Result<Buffer, LaunchError> {
-        take(&mut self.scratch, &self.driver, name, bytes)
+        take(&mut self.scratch, &self.driver, (name, self.to_side), bytes)
     }
 
     /// As [`GpuQueue::take_scratch`], `count` words that are zero: every launch that uses them leaves them so. Given back with
@@ -57,17 +74,17 @@ impl GpuQueue {
     /// # Errors
     /// As [`GpuQueue::take_scratch`].
     pub fn take_counters(&mut self, name: &'static str, count: usize) -> Result<Buffer, LaunchError> {
-        take(&mut self.counters, &self.driver, name, count * 4)
+        take(&mut self.counters, &self.driver, (name, self.to_side), count * 4)
     }
 
     /// Gives counters back.
     pub fn keep_counters(&mut self, name: &'static str, buffer: Buffer) {
-        self.counters.insert(name, buffer);
+        self.counters.insert((name, self.to_side), buffer);
     }
 
     /// Gives working memory back.
     pub fn keep_scratch(&mut self, name: &'static str, buffer: Buffer) {
-        self.scratch.insert(name, buffer);
+        self.scratch.insert((name, self.to_side), buffer);
     }
 
     /// The working memory that it keeps.
@@ -117,7 +134,8 @@ impl GpuQueue {
         LaunchError::check_limit("the buffers of a launch", bindings.len() + 1, limits.buffers_max as usize)?;
         LaunchError::check_limit("the groups of a launch", groups as usize, i32::MAX as usize)?;
         let arguments: Vec<Argument<'_>> = bindings.iter().map(argument).collect();
-        let call = Call { program, entry, arguments: &arguments, shape, groups, threads, shared_bytes, tuning };
+        let (arguments, to_side) = (&arguments[..], self.to_side);
+        let call = Call { program, entry, arguments, shape, groups, threads, shared_bytes, tuning, to_side };
         self.driver.launch(&call)
     }
 
@@ -180,12 +198,12 @@ pub(crate) fn gpu_buffer(buffer: &Buffer) -> &GpuBuffer {
 
 /// What is kept under a name, or zeroed memory where that is too small.
 fn take(
-    kept: &mut BTreeMap<&'static str, Buffer>,
+    kept: &mut BTreeMap<(&'static str, bool), Buffer>,
     driver: &Arc<dyn Driver>,
-    name: &'static str,
+    name: (&'static str, bool),
     bytes: usize,
 ) -> Result<Buffer, LaunchError> {
-    match kept.remove(name) {
+    match kept.remove(&name) {
         Some(buffer) if buffer.len_bytes() >= bytes => Ok(buffer),
         // The smaller one goes first.
         smaller => {

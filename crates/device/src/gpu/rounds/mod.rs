@@ -5,12 +5,14 @@
 //! that changed are told to it. What is kept is bounded. Knows no device: order, choice and bookkeeping only.
 
 mod arena;
+mod lines;
 mod recorded;
 mod times;
 
 use std::time::Instant;
 
 pub use arena::Arena;
+pub use lines::{Line, Lines};
 pub use recorded::{Cut, Recorded};
 pub use times::{Clock, PartTimes, RoundTimes, times};
 

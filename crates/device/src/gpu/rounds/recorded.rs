@@ -1,5 +1,6 @@
 //! A list of launches.
 
+use super::Line;
 use std::ops::Range;
 
 /// How one launch is cut, and of which kernel.
@@ -15,12 +16,13 @@ pub struct Cut {
     pub cluster: u32,
     /// Starts while the launch before it still runs.
     pub overlap: bool,
+    pub line: Line,
 }
 
 impl Cut {
     /// What a graph can't change: the kernel, its clusters and how it follows the launch before it.
-    fn fixed(&self) -> (u32, u32, bool) {
-        (self.kernel, self.cluster, self.overlap)
+    fn fixed(&self) -> (u32, u32, bool, Line) {
+        (self.kernel, self.cluster, self.overlap, self.line)
     }
 }
 
@@ -54,9 +56,9 @@ impl Recorded {
     pub fn push(&mut self, cut: Cut) {
         let first = self.end();
         self.launches.push((cut, first..self.bytes.len()));
-        let (kernel, cluster, overlap) = cut.fixed();
+        let (kernel, cluster, overlap, line) = cut.fixed();
         let mut mix = |word: u64| self.kind = (self.kind.rotate_left(5) ^ word).wrapping_mul(0x517c_c1b7_2722_0a95);
-        mix(u64::from(kernel) << 32 | u64::from(cluster) << 1 | u64::from(overlap));
+        mix(u64::from(kernel) << 32 | u64::from(cluster) << 3 | (line as u64) << 1 | u64::from(overlap));
         mix((self.bytes.len() - first) as u64);
     }
 

@@ -1,6 +1,7 @@
 //! The bookkeeping on a device that keeps what it was told.
 
 use super::*;
+use std::slice::from_ref;
 
 /// What a device has run: kernel, blocks and arguments of each launch.
 type Ran = Vec<(u32, u32, Vec<u8>)>;
@@ -73,7 +74,15 @@ fn list(count: u32, grid: u32, of: impl Fn(u32) -> u8) -> Recorded {
     for kernel in 0..count {
         list.argument(&u64::from(kernel).to_ne_bytes());
         list.argument(&[of(kernel)]);
-        list.push(Cut { kernel, blocks: grid, threads: 128, shared_bytes: 0, cluster: 1, overlap: kernel % 2 == 1 });
+        list.push(Cut {
+            kernel,
+            blocks: grid,
+            threads: 128,
+            shared_bytes: 0,
+            cluster: 1,
+            overlap: kernel % 2 == 1,
+            line: Line::Main,
+        });
     }
     list
 }
@@ -155,7 +164,15 @@ fn short_lists_are_launched_and_kinds_are_kept_apart() {
     }
     let mut other = list(30, 1, |_| 0);
     other.argument(&[0; 9]);
-    other.push(Cut { kernel: 5, blocks: 1, threads: 32, shared_bytes: 0, cluster: 1, overlap: false });
+    other.push(Cut {
+        kernel: 5,
+        blocks: 1,
+        threads: 32,
+        shared_bytes: 0,
+        cluster: 1,
+        overlap: false,
+        line: Line::Main,
+    });
     for _ in 0..2 {
         run(&mut rounds, &mut fake, &list(31, 1, |_| 0));
         run(&mut rounds, &mut fake, &other);
@@ -165,7 +182,7 @@ fn short_lists_are_launched_and_kinds_are_kept_apart() {
 
 #[test]
 fn what_a_graph_cannot_change_makes_another_kind() {
-    let base = Cut { kernel: 1, blocks: 4, threads: 64, shared_bytes: 8, cluster: 2, overlap: true };
+    let base = Cut { kernel: 1, blocks: 4, threads: 64, shared_bytes: 8, cluster: 2, overlap: true, line: Line::Main };
     let of = |cut: Cut, bytes: usize| {
         let mut list = Recorded::default();
         list.argument(&vec![0; bytes]);
@@ -178,6 +195,8 @@ fn what_a_graph_cannot_change_makes_another_kind() {
         (false, Cut { kernel: 2, ..base }, 8),
         (false, Cut { cluster: 4, ..base }, 8),
         (false, Cut { overlap: false, ..base }, 8),
+        (false, Cut { line: Line::Side, ..base }, 8),
+        (false, Cut { line: Line::Joined, ..base }, 8),
         (false, base, 16),
     ] {
         let other = of(cut, bytes);
@@ -252,7 +271,7 @@ fn a_cleared_list_is_as_new() {
     assert!(list.is_empty());
     assert_eq!(list.kind(), Recorded::default().kind());
     list.argument(&[6]);
-    list.push(Cut { kernel: 9, blocks: 1, threads: 1, shared_bytes: 0, cluster: 1, overlap: false });
+    list.push(Cut { kernel: 9, blocks: 1, threads: 1, shared_bytes: 0, cluster: 1, overlap: false, line: Line::Main });
     assert_eq!(list.at(0).1, [6]);
 }
 
@@ -276,7 +295,7 @@ fn a_round_is_timed_whole_and_by_kernel_and_grid() {
     let mut round = Recorded::default();
     for (kernel, blocks) in [(0, 1), (1, 7), (0, 1), (1, 7), (1, 9)] {
         round.argument(&[kernel as u8, blocks as u8]);
-        round.push(Cut { kernel, blocks, threads: 32, shared_bytes: 0, cluster: 1, overlap: true });
+        round.push(Cut { kernel, blocks, threads: 32, shared_bytes: 0, cluster: 1, overlap: true, line: Line::Main });
     }
     let mut fake = Fake::default();
     let times = times(&mut fake, &round, 3).unwrap();
@@ -285,9 +304,36 @@ fn a_round_is_timed_whole_and_by_kernel_and_grid() {
     assert_eq!(found, [("k0", 1, 2), ("k1", 7, 2), ("k1", 9, 1)]);
     assert_eq!(times.parts.iter().map(|part| part.alone_us).collect::<Vec<_>>(), [20.0, 40.0, 20.0]);
     // Without the first all are of one kernel; without the second one change is left; without the last two are.
-    assert_eq!(times.parts.iter().map(|part| part.saved_us).collect::<Vec<_>>(), [68.0 - 60.0, 68.0 - 36.0, 68.0 - 48.0]);
-    assert_eq!(fake.ran.len(), 3 * round.len(), "the whole runs behind each part, so that buffers hold a round's values");
+    assert_eq!(
+        times.parts.iter().map(|part| part.saved_us).collect::<Vec<_>>(),
+        [68.0 - 60.0, 68.0 - 36.0, 68.0 - 48.0]
+    );
+    assert_eq!(
+        fake.ran.len(),
+        3 * round.len(),
+        "the whole runs behind each part, so that buffers hold a round's values"
+    );
     assert_eq!(times, super::times(&mut Fake::default(), &round, 3).unwrap(), "and nothing else of it is kept");
     fake.fails = Some(("time", 2));
     assert_eq!(super::times(&mut fake, &round, 3), Err("time"));
+}
+
+#[test]
+fn the_lines_meet_where_a_launch_touches_what_one_at_the_side_does() {
+    let mut lines = Lines::default();
+    let mut place = |to_side, reads, writes| lines.place(to_side, from_ref(&reads), from_ref(&writes));
+    assert_eq!(place(false, 0..10, 20..30), Line::Main);
+    let meetings =
+        [("reads a write", 105..106, 0..0), ("writes a write", 0..0, 90..101), ("writes a read", 0..0, 29..40)];
+    for (meeting, reads, writes) in meetings {
+        assert_eq!(place(true, 20..30, 100..110), Line::Side, "{meeting}");
+        assert_eq!(place(false, 20..30, 90..100), Line::Main, "{meeting}: reads a read, and a neighbour before");
+        assert_eq!(place(false, 110..120, 0..20), Line::Main, "{meeting}: neighbours");
+        assert_eq!(place(true, 100..110, 200..201), Line::Side, "{meeting}: the side is in order");
+        assert_eq!(place(false, reads, writes), Line::Joined, "{meeting}");
+        assert_eq!(place(false, 100..110, 20..30), Line::Main, "{meeting}: nothing is left at the side");
+    }
+    assert_eq!(place(true, 0..0, 100..110), Line::Side);
+    lines.clear();
+    assert_eq!(lines.place(false, from_ref(&(100..110)), &[]), Line::Main);
 }

@@ -4,7 +4,7 @@
 //! the other, and by what the round takes without them. The first says what the kernel costs, the second what the round
 //! would gain if it cost nothing.
 
-use super::{Calls, Cut, Recorded};
+use super::{Calls, Cut, Line, Recorded};
 
 /// A device that can say how long a graph runs.
 pub trait Clock: Calls {
@@ -82,7 +82,7 @@ fn repeated(round: &Recorded, times: usize) -> Recorded {
     let mut list = Recorded::default();
     for (cut, arguments) in (0..times).flat_map(|_| round.iter()) {
         list.argument(arguments);
-        list.push(*cut);
+        list.push(Cut { line: Line::Main, ..*cut });
     }
     list
 }
