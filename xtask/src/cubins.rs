@@ -15,6 +15,7 @@ use std::sync::{Mutex, PoisonError};
 use anyhow::{Context, Result, bail};
 
 use crate::check::root;
+use crate::ptx;
 
 #[path = "../../crates/kernels/cubin_key.rs"]
 mod cubin_key;
@@ -43,6 +44,9 @@ pub const ARCHITECTURES: &[(&str, u64, u64)] = &[
     ("120a", 99 << 10, 65_536),
     ("121a", 99 << 10, 65_536),
 ];
+
+/// Begins the lines of a log that say what is wrong with a kernel's wait for the launch before it.
+const UNWAITED: &str = "wait: ";
 
 type Program = *mut c_void;
 
@@ -120,14 +124,21 @@ impl Nvrtc {
         call!(self, "nvrtcGetProgramLogSize", (Program, *mut usize), (program, &mut length))?;
         let mut log = vec![0_u8; length.max(1)];
         call!(self, "nvrtcGetProgramLog", (Program, *mut c_char), (program, log.as_mut_ptr().cast()))?;
-        let log = CStr::from_bytes_until_nul(&log).map(|text| text.to_string_lossy().into_owned()).unwrap_or_default();
+        let mut log =
+            CStr::from_bytes_until_nul(&log).map(|text| text.to_string_lossy().into_owned()).unwrap_or_default();
         if let Err(error) = done {
             bail!("{} for sm_{architecture}: {error}\n{log}", source.display());
         }
         call!(self, "nvrtcGetCUBINSize", (Program, *mut usize), (program, &mut length))?;
         let mut cubin = vec![0_u8; length];
         call!(self, "nvrtcGetCUBIN", (Program, *mut c_char), (program, cubin.as_mut_ptr().cast()))?;
+        call!(self, "nvrtcGetPTXSize", (Program, *mut usize), (program, &mut length))?;
+        let mut ptx = vec![0_u8; length];
+        call!(self, "nvrtcGetPTX", (Program, *mut c_char), (program, ptx.as_mut_ptr().cast()))?;
         call!(self, "nvrtcDestroyProgram", (*mut Program), (&mut program))?;
+        for problem in ptx::problems(&String::from_utf8_lossy(&ptx)) {
+            log.push_str(&format!("{UNWAITED}{problem}\n"));
+        }
         Ok(Compiled { cubin, log })
     }
 }
@@ -276,6 +287,8 @@ fn judge(job: &Job<'_>, log: &str, problems: &mut Vec<String>) -> usize {
     if found.is_empty() {
         problems.push(format!("{program} for sm_{architecture}: the log names no kernel"));
     }
+    let unwaited = log.lines().filter_map(|line| line.strip_prefix(UNWAITED));
+    problems.extend(unwaited.map(|problem| format!("{program} for sm_{architecture}: {problem}")));
     let limits = ARCHITECTURES.iter().find(|(name, ..)| name == architecture);
     let (shared_max, registers_max) = limits.map_or((0, 0), |(_, shared, registers)| (*shared, *registers));
     for (kernel, figures) in &found {

@@ -6,6 +6,7 @@ mod cubins;
 mod darwin;
 mod form;
 mod notices;
+mod ptx;
 mod sysroot;
 mod tidy;
 

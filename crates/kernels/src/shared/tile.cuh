@@ -399,8 +399,9 @@ __device__ __forceinline__ void tile_linear(const uint4* weights0, const u8* sca
     let_next_start();
     if (warp >= 8) {
         give_registers<Room>();
-        if (warp > 8) return;
+        // All of them: who starts behind this launch relies on its end for what this launch waits for.
         wait_for_inputs();
+        if (warp > 8) return;
         const size_t stride = (size_t)shape.atoms * 1024;
         const u32 bytes = min(N / 8, shape.atoms - row0 / 8) * 1024;
         x += group * stages * stride + row0 * 128;
