@@ -28,6 +28,7 @@ typedef unsigned uint4 __attribute__((ext_vector_type(4)));
 // Not functions: the host's library has these names.
 #define rintf __builtin_rintf
 #define fabsf __builtin_fabsf
+#define fmaxf cuda_fmaxf
 
 template <class To, class From> __forceinline__ To cuda_bits(From from) {
     static_assert(sizeof(To) == sizeof(From), "a reinterpretation needs types of one size");
@@ -42,6 +43,8 @@ __forceinline__ int __float_as_int(float value) { return cuda_bits<int>(value); 
 __forceinline__ float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 __forceinline__ float __fdiv_rn(float a, float b) { return a / b; }
 __forceinline__ float __fsqrt_rn(float x) { return __builtin_sqrtf(x); }
+// The number where one of two is none.
+__forceinline__ float cuda_fmaxf(float a, float b) { return a > b || b != b ? a : b; }
 __forceinline__ unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }
 __forceinline__ unsigned max(unsigned a, unsigned b) { return a > b ? a : b; }
 __forceinline__ int min(int a, int b) { return a < b ? a : b; }
@@ -105,6 +108,19 @@ __forceinline__ unsigned __ballot_sync(unsigned, int is_set, CUDA_SITE) {
 }
 __forceinline__ int __any_sync(unsigned mask, int is_set, CUDA_SITE) { return __ballot_sync(mask, is_set, site) != 0; }
 __forceinline__ int __all_sync(unsigned mask, int is_set, CUDA_SITE) { return __ballot_sync(mask, is_set, site) == ~0u; }
+
+#include "tensor_step.h"
+
+// Four bytes of the eight of `y` and `x`, each chosen by a selector's three low bits; the fourth spreads the byte's sign.
+__forceinline__ unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+    const unsigned long long both = (unsigned long long)y << 32 | x;
+    unsigned result = 0;
+    for (unsigned i = 0; i < 4; i++) {
+        const unsigned which = selector >> (4 * i) & 15, byte = unsigned(both >> (8 * (which & 7)) & 0xff);
+        result |= (which & 8 ? (byte & 0x80 ? 0xffu : 0u) : byte) << (8 * i);
+    }
+    return result;
+}
 
 // Only where plain access is seen too: the plain build does not know who wrote what.
 #if __has_feature(thread_sanitizer)

@@ -17,6 +17,7 @@ pub const INSTALL: &str = "apt-get install -y clang-19";
 
 const STDLIB: &str = include_str!("../include/metal_stdlib");
 const CUDA_SHIM: &str = include_str!("../include/cuda_shim.h");
+const TENSOR_STEP: &str = include_str!("../include/tensor_step.h");
 const RUNTIME_HEADER: &str = include_str!("../include/runtime.h");
 const RUNTIME: &str = include_str!("../include/runtime.cpp");
 
@@ -137,7 +138,7 @@ impl Program {
         out: &Path,
     ) -> Result<Program, BuildError> {
         let mut hasher = DefaultHasher::new();
-        (&run.text, &lint, which == Libraries::Both, STDLIB, CUDA_SHIM, RUNTIME_HEADER, RUNTIME, FLAGS)
+        (&run.text, &lint, which == Libraries::Both, STDLIB, CUDA_SHIM, TENSOR_STEP, RUNTIME_HEADER, RUNTIME, FLAGS)
             .hash(&mut hasher);
         let folder = out.join(format!("metal-{:016x}", hasher.finish()));
         let (plain, checked) = (folder.join("plain.so"), folder.join("checked.so"));
@@ -180,6 +181,7 @@ fn compile(
     for (file, text) in [
         ("metal_stdlib", STDLIB),
         ("cuda_shim.h", CUDA_SHIM),
+        ("tensor_step.h", TENSOR_STEP),
         ("runtime.h", RUNTIME_HEADER),
         ("runtime.cpp", RUNTIME),
         ("run.cpp", run),

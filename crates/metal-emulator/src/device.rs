@@ -400,15 +400,19 @@ fn build_metal(program: &gpu::Program, edit: Option<&(&'static str, String)>) ->
     built.map_err(|error| error.to_string())
 }
 
-/// The family's `kernel.cu`: a program names only its set of cubins.
-fn build_cuda(family: &str) -> Result<Program, String> {
+/// The family's `kernel.cu`, or `stem.cu` where the program is `family.stem`: a program names only its set of cubins.
+fn build_cuda(program: &str) -> Result<Program, String> {
+    let (family, stem) = program.split_once('.').unwrap_or((program, "kernel"));
     let kernels = Path::new(env!("CARGO_MANIFEST_DIR")).join("../kernels/src");
     let read = |path: PathBuf| std::fs::read_to_string(&path).map_err(|error| format!("{}: {error}", path.display()));
-    let source = read(kernels.join(family).join("kernel.cu"))?;
+    let source = read(kernels.join(family).join(format!("{stem}.cu")))?;
     let shared = |name: &str| read(kernels.join("shared").join(name));
-    let includes = [("prelude.cuh", shared("prelude.cuh")?), ("draw.cuh", shared("draw.cuh")?)];
-    let includes: Vec<(&str, &str)> = includes.iter().map(|(name, text)| (*name, text.as_str())).collect();
-    let built = Program::build_cuda(&format!("{family}.cu"), &source, &includes, &folder());
+    let texts: Vec<(&str, String)> = ["prelude.cuh", "step.cuh", "draw.cuh"]
+        .into_iter()
+        .map(|name| Ok((name, shared(name)?)))
+        .collect::<Result<_, String>>()?;
+    let includes: Vec<(&str, &str)> = texts.iter().map(|(name, text)| (*name, text.as_str())).collect();
+    let built = Program::build_cuda(&format!("{program}.cu"), &source, &includes, &folder());
     built.map_err(|error| error.to_string())
 }
 

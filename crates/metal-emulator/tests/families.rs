@@ -8,6 +8,16 @@ use tf_contract::families::{RELEASE, Sizes, TINY, check};
 use tf_device::{Device, Queue};
 use tf_metal_emulator::{Rigour, cuda_device, device_with, large_cuda_device};
 
+#[test]
+fn the_emulated_tensor_core_takes_the_steps_of_the_integer_mirror() {
+    if common::ready("the_emulated_tensor_core_takes_the_steps_of_the_integer_mirror") {
+        let Device::Gpu(gpu) = &cuda_device(Rigour::Proven).unwrap() else { panic!("the emulator is a GPU") };
+        let Queue::Gpu(queue) = &mut Queue::gpu(gpu) else { panic!("a queue of it") };
+        let found = tf_kernels::tensor_step::probe(queue, 24, 5, 7).unwrap();
+        assert_eq!((found.compared, found.differ, found.first), (24 * 128, 0, None));
+    }
+}
+
 /// Families that `only` names, all where it is empty.
 fn hold(device: Device, sizes: Sizes, row_counts: &[usize], only: &str, families_wanted: usize) {
     let Device::Gpu(gpu) = &device else { panic!("the emulator is a GPU") };

@@ -2,7 +2,7 @@
 // in   a [tiles, 16, steps * 16] bf16    b [tiles, 8, steps * 16] bf16    c [tiles, 16, 8] float32
 // out  d [tiles, 16, 8] float32
 // grid one warp a tile, four warps a block
-#include "tensor.cuh"
+#include "step.cuh"
 
 struct ProbeShape {
     int tiles, steps;
