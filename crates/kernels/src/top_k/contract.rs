@@ -19,6 +19,12 @@ pub const TOP_K: Contract = Contract {
             rows: 17,
             sizes: &[("entries", 300), ("top_k", 40), ("blocks", 6), ("last bits", 90)],
         },
+        Case { name: "long", rows: 5, sizes: &[("entries", 5000), ("top_k", 64), ("blocks", 300), ("values", 0)] },
+        Case {
+            name: "longest",
+            rows: 3,
+            sizes: &[("entries", 17_000), ("top_k", 30), ("blocks", 40), ("values", 900)],
+        },
         Case { name: "one", rows: 6, sizes: &[("entries", 40), ("top_k", 1), ("blocks", 2), ("values", 3)] },
     ],
     make,
@@ -46,6 +52,18 @@ pub const TOP_K: Contract = Contract {
             "if ((i + 1u) * block_size >= n) return order_key(INFINITY);",
             "if ((i + 1u) * block_size >= n) return 0x00800000u;",
         ),
+        cuda("ties go to the larger index (CUDA)", "if (rank >= left)", "if (rank + left < inside)"),
+        cuda(
+            "lets the newest block go (CUDA)",
+            "if (end >= seen) return order_key(infinite());",
+            "if (end >= seen) return LEAST_KEPT;",
+        ),
+        cuda(
+            "leaves the last chunk of a warp out (CUDA)",
+            "is_there = c < chunks && i < count",
+            "is_there = c + 1 < chunks && i < count",
+        ),
+        cuda("merges the first part twice (CUDA)", "to += part * segment;", "to += part / 2 * segment;"),
     ],
     standard: STANDARD_CONTROLS,
 };
@@ -53,6 +71,11 @@ pub const TOP_K: Contract = Contract {
 /// An edit of this family's Metal source, which gate 1 must notice.
 const fn metal(name: &'static str, find: &'static str, replace: &'static str) -> Control {
     Control::metal(name, Gate::Value, include_str!("kernel.metal"), find, replace)
+}
+
+/// The same of its CUDA source.
+const fn cuda(name: &'static str, find: &'static str, replace: &'static str) -> Control {
+    Control::cuda(name, Gate::Value, include_str!("kernel.cu"), find, replace)
 }
 
 const BLOCK_SIZE: usize = 8;

@@ -6,8 +6,12 @@ use tf_device::{Buffer, LaunchError};
 static PROGRAM: Program = program("top_k", Some(include_str!("kernel.metal")), true);
 
 const CUDA_THREADS: u32 = 1024;
-/// Scores that a block of CUDA threads holds; longer rows are cut into parts, about as long.
+/// What a block of CUDA threads selects from.
 const PART: usize = 16_384;
+/// The length of a part where the parts keep few enough for the merge to be as short.
+const SHORT_PART: usize = 8192;
+/// What the merge selects from.
+const MERGED: usize = 32_768;
 
 pub(super) fn run(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
     match queue.backend() {
@@ -88,30 +92,46 @@ fn launch_whole(
     )
 }
 
+/// How a long list is cut: the length of a part, how many there are, and what each leaves to the merge.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Cut {
+    part: usize,
+    parts: usize,
+    segment: usize,
+}
+
+impl Cut {
+    /// Of a list of which `kept` are kept.
+    fn of(length: usize, kept: usize) -> Cut {
+        let segment = kept.next_multiple_of(4);
+        let part = if length.div_ceil(SHORT_PART) * segment <= PART { SHORT_PART } else { PART };
+        Cut { part, parts: length.div_ceil(part), segment }
+    }
+
+    fn words(&self) -> usize {
+        self.parts * self.segment
+    }
+}
+
 fn run_cuda(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
     let (mode, blocks_max, block_size) = mode(&args.candidates);
     let rows = args.tile.len();
     // A restricted row has no more scores than its blocks have entries.
     let entries = if mode == 2 { args.stride.min(blocks_max * block_size) } else { args.stride };
-    let part = (PART / block_size).max(1) * block_size;
-    let parts = entries.div_ceil(part).max(1);
-    let shape = sizes(&args).uint(part).uint(parts);
     let blocks = if mode == 1 { args.stride.div_ceil(block_size) } else { 0 };
-    if parts == 1 {
-        return launch_whole(queue, args, &shape, (count(rows), CUDA_THREADS, count(4 * (entries + blocks))));
+    let lists = if mode == 1 { 2 } else { 1 };
+    let cuts = [Cut::of(entries, args.top_k), Cut::of(blocks, blocks_max)];
+    let shape = cuts.iter().fold(sizes(&args), |shape, cut| shape.uint(cut.part).uint(cut.parts));
+    if entries.max(blocks) <= PART {
+        return launch_whole(queue, args, &shape, (count(lists * rows), CUDA_THREADS, 0));
     }
-    LaunchError::check_limit("the scores that the parts of a row keep", parts * args.top_k, 2 * PART)?;
-    LaunchError::check_limit("the blocks of a row", blocks, PART)?;
-    let words = [2 * rows * parts * args.top_k, rows * parts, (rows * blocks).max(1)];
-    let names = ["top_k/kept", "top_k/counts", "top_k/blocks"];
-    let mut work = Vec::new();
-    for (name, words) in names.into_iter().zip(words) {
-        work.push(queue.take_scratch(name, 4 * words)?);
+    for (what, cut) in ["the scores that the parts of a row keep", "the blocks that they keep"].into_iter().zip(cuts) {
+        LaunchError::check_limit(what, cut.words(), MERGED)?;
     }
-    let launched = select_in_parts(queue, args, &shape, parts, part, &mut work);
-    for (name, buffer) in names.into_iter().zip(work) {
-        queue.keep_scratch(name, buffer);
-    }
+    let mut kept = queue.take_scratch("top_k/kept", 8 * rows * (cuts[0].words() + cuts[1].words()))?;
+    let launched =
+        select_in_parts(queue, args, &shape, (rows * (cuts[0].parts + cuts[1].parts), rows * lists), &mut kept);
+    queue.keep_scratch("top_k/kept", kept);
     launched
 }
 
@@ -119,12 +139,9 @@ fn select_in_parts(
     queue: &mut GpuQueue,
     mut args: Args<'_>,
     shape: &ShapeBytes,
-    parts: usize,
-    part: usize,
-    work: &mut [Buffer],
+    (parts, lists): (usize, usize),
+    kept: &mut Buffer,
 ) -> Result<(), LaunchError> {
-    let [kept, kept_counts, block_keys] = work else { unreachable!("the caller gives three") };
-    let (rows, top_k) = (args.tile.len(), args.top_k);
     let restriction = restriction(&args.candidates);
     let [list, list_counts] = read(restriction);
     queue.launch_tuned(
@@ -137,13 +154,11 @@ fn select_in_parts(
                 list,
                 list_counts,
                 Binding::Write(kept),
-                Binding::Write(kept_counts),
-                Binding::Write(block_keys),
             ],
             shape: shape.bytes(),
-            groups: count(rows * parts),
+            groups: count(parts),
             threads: CUDA_THREADS,
-            shared_bytes: count(4 * (part + top_k)),
+            shared_bytes: 0,
         },
         OVERLAP,
     )?;
@@ -156,8 +171,6 @@ fn select_in_parts(
             bindings: &mut [
                 Binding::Bytes(bytes_of(args.rows)),
                 Binding::Read(kept),
-                Binding::Read(kept_counts),
-                Binding::Read(block_keys),
                 list,
                 list_counts,
                 Binding::Write(args.selected),
@@ -166,10 +179,32 @@ fn select_in_parts(
                 block_counts,
             ],
             shape: shape.bytes(),
-            groups: count(rows),
+            groups: count(lists),
             threads: CUDA_THREADS,
-            shared_bytes: count(4 * (parts * top_k + parts)),
+            shared_bytes: 0,
         },
         OVERLAP,
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_list_is_cut_so_that_the_merge_takes_what_its_parts_keep() {
+        let cut = |part, parts, segment| Cut { part, parts, segment };
+        for (length, kept, wanted) in [
+            (16_385, 512, cut(SHORT_PART, 3, 512)),
+            (32 * SHORT_PART, 512, cut(SHORT_PART, 32, 512)),
+            (32 * SHORT_PART + 1, 512, cut(PART, 17, 512)),
+            (1 << 20, 512, cut(PART, 64, 512)),
+            (1 << 17, 2048, cut(PART, 8, 2048)),
+            (70_000, 5, cut(SHORT_PART, 9, 8)),
+            (0, 0, cut(SHORT_PART, 0, 0)),
+        ] {
+            assert_eq!(Cut::of(length, kept), wanted, "{kept} of {length}");
+            assert!(wanted.words() <= MERGED);
+        }
+    }
 }

@@ -1,163 +1,202 @@
 // top_k: of the scores that a row sees the min(k, n) largest are kept, equal ones by the smaller index, written ascending;
 //        and the candidate blocks that a row hands to later layers. Exact: scores are compared as integers and counted
-// in   scores [tile_rows, stride] f32, compact for restricted rows   rows as tf_kernels::rows
+// in   scores [tile_rows, stride] f32, compact for restricted rows, stride a multiple of 16   rows as tf_kernels::rows
 // out  selected [rows, top_k] u32   counts [rows] u32
 //      blocks [rows, blocks_max] u32, block_counts [rows] u32: written where mode is 1; lists, list_counts: the same of the
 //      launch that published them, read where mode is 2
-// Rows of up to `part` scores are one block's. Longer ones: top_k_parts selects from each part, whatever is among the row's
-// largest being among its part's, and top_k_merge from what they kept.
-// work kept [tile_rows, parts, top_k] {index, key}, kept_counts [tile_rows, parts], part_block_keys [tile_rows, all blocks], u32
-// grid top_k, top_k_merge: 1024 threads a row; top_k_parts: 1024 threads a part of a row; dynamic shared memory: a word a key,
-//      and where mode is 1 a word a block of entries
+// A selection is one list's: of a row's entries, or, where mode is 1, of its blocks. Lists of up to 16384 are one block's. Longer
+// ones: top_k_parts selects from each part, whatever is among the list's largest being among its part's, and top_k_merge from
+// what they kept.
+// work kept [tile_rows, 2, width] u32: keys, then indices, of the parts' entries and of their blocks, a multiple of 4 a part
+// grid 1024 threads a list (top_k, top_k_merge) or a part of one (top_k_parts); the lists of a row side by side
 // ties the smaller index; -0 and +0 are equal; NaN and minus infinity are kept only by a row that keeps all it sees
 #include "prelude.cuh"
 
 struct Shape {
     u32 tile_first, tile_rows, stride, ratio, top_k, mode, blocks_max, block_size;
-    u32 part, parts;  // scores of a part, a multiple of block_size; parts of a row
+    u32 part, parts, block_part, block_parts;  // entries of a part, parts of a row; blocks likewise
 };
 
-constexpr u32 ALL_BLOCKS = 0xffffffffu, THREADS = 1024, WARPS = THREADS / 32, HELD = 16;
-// Digits of a key, from the top: 11, 11 and 10 bits.
-constexpr u32 BINS = 2048;
-
-// The sum over the lanes before this one, and over all.
-__device__ __forceinline__ u32 sum_before(u32 value, u32 lane, u32& all) {
-    u32 sum = value;
-#pragma unroll
-    for (u32 step = 1; step < 32; step *= 2) {
-        const u32 other = __shfl_up_sync(WARP, sum, step);
-        if (lane >= step) sum += other;
-    }
-    all = __shfl_sync(WARP, sum, 31);
-    return sum - value;
-}
-
-// Copies of the counts, so that the lanes of a warp that meet in one bin wait less for each other.
-constexpr u32 COPIES = 2;
+constexpr u32 ALL_BLOCKS = 0xffffffffu, THREADS = 1024, WARPS = THREADS / 32, BINS = 2048;
+// A thread holds the keys of four indices that follow each other, a warp of 128: a chunk.
+constexpr u32 CHUNK = 128, CHUNKS = 4, CHUNKS_MERGED = 8;
+constexpr u32 LEAST_KEPT = 0x00800000u;
 
 struct Work {
-    u32 bins[COPIES][BINS];
-    u32 of_warp[WARPS];
-    u32 above[WARPS], equal[WARPS];
-    u32 digit, left;
+    u32 bins[BINS];
+    u32 of_warp[WARPS], equal_of_warp[WARPS];
+    u32 bin, left, inside;
 };
 
-// Of the counted keys the bin, from the top, in which the `wanted`-th lies, and how many it must still bring.
-__device__ __forceinline__ void find_bin(Work& work, u32 wanted, u32 thread) {
-    // A thread holds two bins, the first threads the highest ones.
-    const u32 high_bin = BINS - 1 - 2 * thread, lane = thread % 32, warp = thread / 32;
-    u32 high = 0, low = 0;
+// The sum over the lanes up to this one.
+__device__ __forceinline__ u32 sum_up_to(u32 value, u32 lane) {
 #pragma unroll
-    for (u32 copy = 0; copy < COPIES; copy++) high += work.bins[copy][high_bin], low += work.bins[copy][high_bin - 1];
-    u32 all;
-    u32 before = sum_before(high + low, lane, all);
-    if (lane == 31) work.of_warp[warp] = all;
-    __syncthreads();
-    if (warp == 0) {
-        const u32 sum = sum_before(work.of_warp[lane], lane, all);
-        __syncwarp();
-        work.of_warp[lane] = sum;
+    for (u32 step = 1; step < 32; step *= 2) {
+        const u32 other = __shfl_up_sync(WARP, value, step);
+        if (lane >= step) value += other;
     }
+    return value;
+}
+
+__device__ __forceinline__ u32 warp_sum(u32 value) { return __reduce_add_sync(WARP, value); }
+
+// Of the counted keys the bin, from the top, in which the `wanted`-th lies, how many of the wanted it brings and how many it
+// holds. Leaves the bins empty.
+__device__ __forceinline__ void find_bin(Work& work, u32 wanted) {
+    // A thread holds two bins, the first threads the highest ones.
+    const u32 thread = threadIdx.x, lane = thread % 32, warp = thread / 32, high_bin = BINS - 1 - 2 * thread;
+    const u32 high = work.bins[high_bin], low = work.bins[high_bin - 1], all = warp_sum(high + low);
+    work.bins[high_bin] = work.bins[high_bin - 1] = 0;
+    if (lane == 0) work.of_warp[warp] = all;
     __syncthreads();
-    before += work.of_warp[warp];
-    if (before < wanted && before + high >= wanted) work.digit = high_bin, work.left = wanted - before;
-    before += high;
-    if (before < wanted && before + low >= wanted) work.digit = high_bin - 1, work.left = wanted - before;
+    const u32 before_warp = warp_sum(lane < warp ? work.of_warp[lane] : 0);
+    // The same for all lanes.
+    if (before_warp < wanted && wanted <= before_warp + all) {
+        const u32 before = before_warp + sum_up_to(high + low, lane) - high - low, middle = before + high;
+        const bool is_high = before < wanted && wanted <= middle, is_low = middle < wanted && wanted <= middle + low;
+        if (is_high || is_low) {
+            work.bin = is_high ? high_bin : high_bin - 1;
+            work.left = wanted - (is_high ? before : middle);
+            work.inside = is_high ? high : low;
+        }
+    }
     __syncthreads();
 }
 
-// Writes the indices of the `wanted` largest of `count` keys, ascending; returns how many there are. `wanted` is at most
-// `count` and above 0, `count` at most 1024 * MOST. By all threads of the block. A warp has a run of indices, of which each
-// lane holds every 32nd key, or asks for it again where they are many.
-template <u32 MOST, class Key>
-__device__ __forceinline__ u32 select_largest(Key key_of, u32 count, u32 wanted, u32* out, Work& work) {
-    const u32 thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-    const u32 run = (count + THREADS - 1) / THREADS * 32, begin = warp * run;
-    // Beyond the last index a key that is never kept.
-    const auto ask = [&](u32 k) {
-        const u32 i = begin + 32 * k + lane;
-        return 32 * k < run && i < count ? key_of(i) : 0;
-    };
-    constexpr bool HOLDS = MOST <= HELD;
-    constexpr u32 UNROLL = HOLDS ? MOST : 1;
-    u32 held[HOLDS ? MOST : 1];
-    if (HOLDS) {
+// Where marked indices of a warp come: a byte a chunk, four chunks a word.
+template <u32 WORDS>
+struct Ranks {
+    u32 before[WORDS], total[WORDS];
+};
+
+// `marks` has a bit an index, chunk by chunk.
+template <u32 WORDS>
+__device__ __forceinline__ Ranks<WORDS> ranks_of(u32 marks, u32 lane) {
+    Ranks<WORDS> ranks;
 #pragma unroll
-        for (u32 k = 0; k < MOST; k++) held[HOLDS ? k : 0] = ask(k);
+    for (u32 w = 0; w < WORDS; w++) {
+        u32 own = 0;
+#pragma unroll
+        for (u32 c = 0; c < 4; c++) own |= __popc(marks >> (16 * w + 4 * c) & 15u) << 8 * c;
+        const u32 sum = sum_up_to(own, lane);
+        ranks.before[w] = sum - own;
+        ranks.total[w] = __shfl_sync(WARP, sum, 31);
     }
-    const auto key_at = [&](u32 k) { return HOLDS ? held[HOLDS ? k : 0] : ask(k); };
-    const u32 steps = run / 32;
-    u32 least = 0, left = wanted;
-#pragma unroll 1
-    for (u32 digit = 0; digit < 3; digit++) {
-        // The digit's place, and the bits above it, which a key must share with the threshold.
-        const u32 shift = digit == 0 ? 21 : digit == 1 ? 10 : 0, mask = digit == 2 ? 1023 : 2047;
-        const u32 known = digit == 0 ? 0 : 0xffffffffu << (digit == 1 ? 21 : 10);
-        u32* const bins = work.bins[lane % COPIES];
-        for (u32 i = thread; i < COPIES * BINS; i += THREADS) work.bins[i / BINS][i % BINS] = 0;
+    return ranks;
+}
+
+template <u32 WORDS>
+__device__ __forceinline__ u32 byte_of(const u32 (&words)[WORDS], u32 chunk) {
+    return words[chunk / 4] >> 8 * (chunk % 4) & 255u;
+}
+
+// Gives `emit` the place and the index of the `wanted` largest of `count` keys, by index ascending; returns how many there are.
+// `wanted` is above 0 and at most `count`, `count` at most 4096 * MOST. `quad` gives the keys of four indices from one below
+// `count` on, 0 beyond the last. By all threads of the block, once.
+template <u32 MOST, class Quad, class Emit>
+__device__ __forceinline__ u32 select_largest(u32 count, u32 wanted, Quad quad, Emit emit, Work& work) {
+    const u32 thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+    const u32 chunks = (count + 4 * THREADS - 1) / (4 * THREADS), begin = warp * chunks * CHUNK + 4 * lane;
+    u32 keys[4 * MOST];
+    work.bins[thread] = work.bins[thread + THREADS] = 0;
+    // Every chunk is asked for at once, so what is none repeats the first keys.
+#pragma unroll
+    for (u32 c = 0; c < MOST; c++) {
+        const u32 i = begin + c * CHUNK;
+        const bool is_there = c < chunks && i < count;
+        u32 four[4];
+        quad(is_there ? i : 0, four);
+#pragma unroll
+        for (u32 k = 0; k < 4; k++) keys[4 * c + k] = is_there ? four[k] : 0;
+    }
+    __syncthreads();
+
+    // A first bound from below: as many keys as are wanted are no less than the wanted-th of the largest of each four.
+    u32 low = 0, high = 0xffffffffu, shift = 21, left = wanted, inside = count;
+    if (chunks > 1 && wanted <= (count + 3) / 4) {
+#pragma unroll
+        for (u32 c = 0; c < MOST; c++) {
+            const u32 most = max(max(keys[4 * c], keys[4 * c + 1]), max(keys[4 * c + 2], keys[4 * c + 3]));
+            if (c < chunks && begin + c * CHUNK < count) atomicAdd(work.bins + (most >> shift), 1u);
+        }
         __syncthreads();
-#pragma unroll UNROLL
-        for (u32 k = 0; k < MOST; k++) {
-            if (k < steps) {
-                const u32 key = key_at(k);
-                const bool counts = begin + 32 * k + lane < count && (key & known) == (least & known);
-                if (counts) atomicAdd(bins + (key >> shift & mask), 1u);
+        find_bin(work, wanted);
+        low = work.bin << shift;
+        // The keys sought lie close above it; what is beyond the bins is counted in the last.
+        if (low != 0) shift = 13;
+    }
+    // Then the range in which the last of the wanted lies, finer and finer, until all of it is wanted or it is one value.
+    for (;;) {
+#pragma unroll
+        for (u32 k = 0; k < 4 * MOST; k++) {
+            if (k / 4 < chunks && keys[k] >= low && keys[k] <= high) {
+                atomicAdd(work.bins + min((keys[k] - low) >> shift, BINS - 1), 1u);
             }
         }
         __syncthreads();
-        find_bin(work, left, thread);
-        least |= work.digit << shift;
+        find_bin(work, left);
+        const u32 bin = work.bin;
         left = work.left;
-        __syncthreads();
+        inside = work.inside;
+        low += bin << shift;
+        if (bin < BINS - 1 || high - low < 1u << shift) high = min(high, low + ((1u << shift) - 1));
+        if (left == inside || low == high) break;
+        const u32 bits = 32 - __clz(high - low);
+        shift = bits > 11 ? bits - 11 : 0;
     }
     // Keys of NaN and minus infinity are never kept, and then there are fewer than wanted.
-    u32 equal_left = left;
-    if (least <= 0x007fffffu) {
-        least = 0x00800000u;
-        equal_left = 0xffffffffu;
-    }
+    const bool cuts = left < inside && low >= LEAST_KEPT;
+    const u32 least = max(low, LEAST_KEPT);
 
-    // First a warp counts, then, knowing the counts of those before it, it writes.
-    u32 above = 0, equal = 0;
-#pragma unroll UNROLL
-    for (u32 k = 0; k < MOST; k++) {
-        // The same for all lanes.
-        if (k < steps) {
-            const u32 key = key_at(k);
-            above += __popc(__ballot_sync(WARP, key > least));
-            equal += __popc(__ballot_sync(WARP, key == least));
+    u32 kept = 0;
+#pragma unroll
+    for (u32 k = 0; k < 4 * MOST; k++) kept |= (keys[k] >= least ? 1u : 0u) << k;
+    constexpr u32 WORDS = MOST / 4;
+    if (cuts) {
+        // Of the equal ones the first.
+        u32 equal = 0;
+#pragma unroll
+        for (u32 k = 0; k < 4 * MOST; k++) equal |= (keys[k] == least ? 1u : 0u) << k;
+        const Ranks<WORDS> ranks = ranks_of<WORDS>(equal, lane);
+        const u32 all = warp_sum(__popc(equal));
+        if (lane == 0) work.equal_of_warp[warp] = all;
+        __syncthreads();
+        u32 seen = warp_sum(lane < warp ? work.equal_of_warp[lane] : 0);
+#pragma unroll
+        for (u32 c = 0; c < MOST; c++) {
+            u32 rank = seen + byte_of(ranks.before, c);
+#pragma unroll
+            for (u32 k = 4 * c; k < 4 * c + 4; k++) {
+                if ((equal >> k & 1u) == 0) continue;
+                if (rank >= left) kept &= ~(1u << k);
+                rank++;
+            }
+            seen += byte_of(ranks.total, c);
         }
     }
-    if (lane == 0) work.above[warp] = above, work.equal[warp] = equal;
+    const Ranks<WORDS> ranks = ranks_of<WORDS>(kept, lane);
+    const u32 all = warp_sum(__popc(kept));
+    if (lane == 0) work.of_warp[warp] = all;
     __syncthreads();
-    if (warp == 0) {
-        u32 all_above, all_equal;
-        const u32 above_before = sum_before(work.above[lane], lane, all_above);
-        const u32 equal_before = sum_before(work.equal[lane], lane, all_equal);
-        __syncwarp();
-        // Kept before this run: all above, and of the equal ones the first.
-        work.above[lane] = above_before + min(equal_before, equal_left);
-        work.equal[lane] = equal_before;
-        if (lane == 0) work.left = all_above + min(all_equal, equal_left);
-    }
-    __syncthreads();
-    u32 written = work.above[warp], equal_seen = work.equal[warp];
-    const u32 before = (1u << lane) - 1, kept_all = work.left;
-#pragma unroll UNROLL
-    for (u32 k = 0; k < MOST; k++) {
-        if (k < steps) {
-            const u32 key = key_at(k);
-            const u32 is_equal = __ballot_sync(WARP, key == least);
-            const bool in_time = equal_seen + __popc(is_equal & before) < equal_left;
-            const bool kept = key > least || (key == least && in_time);
-            const u32 keeps = __ballot_sync(WARP, kept);
-            if (kept) out[written + __popc(keeps & before)] = begin + 32 * k + lane;
-            written += __popc(keeps);
-            equal_seen += __popc(is_equal);
+    const u32 of_lane = work.of_warp[lane], kept_all = warp_sum(of_lane), before_warp = warp_sum(lane < warp ? of_lane : 0);
+    // Side by side first, so that what `emit` reads is asked for at once. The bins have served.
+    for (u32 first = 0; first < kept_all; first += BINS) {
+        if (first > 0) __syncthreads();
+        u32 written = before_warp - first;
+#pragma unroll
+        for (u32 c = 0; c < MOST; c++) {
+            u32 place = written + byte_of(ranks.before, c);
+#pragma unroll
+            for (u32 k = 0; k < 4; k++) {
+                if ((kept >> (4 * c + k) & 1u) == 0) continue;
+                if (place < BINS) work.bins[place] = begin + c * CHUNK + k;
+                place++;
+            }
+            written += byte_of(ranks.total, c);
         }
+        __syncthreads();
+        for (u32 i = thread; i < min(kept_all - first, BINS); i += THREADS) emit(first + i, work.bins[i]);
     }
-    __syncthreads();
     return kept_all;
 }
 
@@ -173,47 +212,23 @@ __device__ __forceinline__ Row row_of(const RowInfo* rows, const u32* lists, con
                                       const Shape& shape) {
     Row row;
     row.index = shape.tile_first + tile_row;
-    row.seen = (rows[row.index].position + 1) / shape.ratio;
-    row.restricted = shape.mode == 2 && row.seen > shape.top_k && list_counts[row.index] != ALL_BLOCKS;
     row.list = lists + row.index * shape.blocks_max;
+    // Side by side: a full list is the rule.
+    const u32 listed = shape.mode == 2 ? list_counts[row.index] : ALL_BLOCKS, count = min(listed, shape.blocks_max);
+    const u32 last_of_full = shape.mode == 2 ? row.list[shape.blocks_max - 1] : 0;
+    row.seen = (rows[row.index].position + 1) / shape.ratio;
+    row.restricted = row.seen > shape.top_k && listed != ALL_BLOCKS;
     row.entries = row.seen;
     row.blocks = (row.seen + shape.block_size - 1) / shape.block_size;
     row.publishes = shape.mode == 1 && row.blocks > shape.blocks_max;
     if (row.restricted) {
-        const u32 count = min(list_counts[row.index], shape.blocks_max);
         row.entries = count * shape.block_size;
         if (count > 0) {
-            const u32 end = (row.list[count - 1] + 1) * shape.block_size;
+            const u32 end = ((count == shape.blocks_max ? last_of_full : row.list[count - 1]) + 1) * shape.block_size;
             row.entries -= min(end > row.seen ? end - row.seen : 0, shape.block_size);
         }
     }
     return row;
-}
-
-// The keys of scores [first, end) into shared memory.
-__device__ __forceinline__ void load_keys(u32* keys, const float* scores, u32 first, u32 end) {
-    for (u32 i = first + threadIdx.x; i < end; i += 4 * THREADS) {
-        float score[4];
-#pragma unroll
-        for (u32 k = 0; k < 4; k++) score[k] = i + k * THREADS < end ? scores[i + k * THREADS] : 0.0f;
-#pragma unroll
-        for (u32 k = 0; k < 4; k++) {
-            if (i + k * THREADS < end) keys[i + k * THREADS - first] = order_key(score[k]);
-        }
-    }
-    __syncthreads();
-}
-
-// The keys of the blocks of entries [first, end), whose keys are in shared memory: the largest of each; the block of the
-// newest entry is above all.
-__device__ __forceinline__ void load_block_keys(u32* block_keys, const u32* keys, u32 first, u32 end, u32 seen, u32 block_size) {
-    const u32 lane = threadIdx.x % 32;
-    for (u32 b = first / block_size + threadIdx.x / 32; b * block_size < end; b += WARPS) {
-        u32 key = 0;
-        for (u32 i = b * block_size + lane; i < min((b + 1) * block_size, end); i += 32) key = max(key, keys[i - first]);
-        key = warp_max(key);
-        if (lane == 0) block_keys[b - first / block_size] = (b + 1) * block_size >= seen ? order_key(infinite()) : key;
-    }
 }
 
 // An index of a compact list becomes the entry's.
@@ -221,117 +236,170 @@ __device__ __forceinline__ u32 entry_of(const Row& row, u32 index, u32 block_siz
     return row.restricted ? row.list[index / block_size] * block_size + index % block_size : index;
 }
 
+__device__ __forceinline__ void quad_keys(float4 score, u32 (&keys)[4]) {
+    keys[0] = order_key(score.x);
+    keys[1] = order_key(score.y);
+    keys[2] = order_key(score.z);
+    keys[3] = order_key(score.w);
+}
+
+// The keys of scores [i, i + 4), 0 from `end` on.
+__device__ __forceinline__ void entry_keys(const float* scores, u32 i, u32 end, u32 (&keys)[4]) {
+    quad_keys(*(const float4*)(scores + i), keys);
+#pragma unroll
+    for (u32 k = 1; k < 4; k++) keys[k] = i + k < end ? keys[k] : 0;
+}
+
+__device__ __forceinline__ u32 largest(const u32 (&keys)[4]) { return max(max(keys[0], keys[1]), max(keys[2], keys[3])); }
+
+// The key of a block of entries: the largest of them; the block of the newest entry is above all.
+__device__ __forceinline__ u32 block_key(const float* scores, u32 block, u32 seen, u32 block_size) {
+    const u32 first = block * block_size, end = first + block_size;
+    if (end >= seen) return order_key(infinite());
+    u32 key = 0;
+    if (block_size % 4 == 0) {
+        for (u32 i = first; i < end; i += 4) {
+            u32 four[4];
+            entry_keys(scores, i, end, four);
+            key = max(key, largest(four));
+        }
+    } else {
+        for (u32 i = first; i < end; i++) key = max(key, order_key(scores[i]));
+    }
+    return key;
+}
+
+// The keys of blocks [b, b + 4), 0 from `end` on. Of the release's blocks all scores are asked for at once.
+__device__ __forceinline__ void block_keys(const float* scores, u32 b, u32 end, u32 seen, u32 block_size, u32 (&keys)[4]) {
+    if (block_size != 8) {
+#pragma unroll
+        for (u32 k = 0; k < 4; k++) keys[k] = b + k < end ? block_key(scores, b + k, seen, block_size) : 0;
+        return;
+    }
+    float4 score[8];
+#pragma unroll
+    for (u32 i = 0; i < 8; i++) score[i] = *(const float4*)(scores + 8 * (b + i / 2 < end ? b + i / 2 : b) + i % 2 * 4);
+#pragma unroll
+    for (u32 k = 0; k < 4; k++) {
+        u32 low[4], high[4];
+        quad_keys(score[2 * k], low);
+        quad_keys(score[2 * k + 1], high);
+        const u32 key = 8 * (b + k) + 8 >= seen ? order_key(infinite()) : max(largest(low), largest(high));
+        keys[k] = b + k < end ? key : 0;
+    }
+}
+
+__device__ __forceinline__ u32 padded(u32 count) { return (count + 3) / 4 * 4; }
+
 extern "C" __global__ void __launch_bounds__(THREADS)
 top_k(const float* scores, const RowInfo* rows, u32* selected, u32* counts, u32* blocks, u32* block_counts, const u32* lists,
       const u32* list_counts, const Shape shape) {
-    extern __shared__ u32 keys[];
     __shared__ Work work;
     wait_for_inputs();
-    const u32 thread = threadIdx.x;
-    const Row row = row_of(rows, lists, list_counts, blockIdx.x, shape);
-    u32* out = selected + row.index * shape.top_k;
-    if (row.seen > shape.top_k || row.publishes) load_keys(keys, scores + blockIdx.x * shape.stride, 0, row.entries);
-    if (row.publishes) {
-        u32* block_keys = keys + row.entries;
-        load_block_keys(block_keys, keys, 0, row.entries, row.seen, shape.block_size);
-        __syncthreads();
-        const auto block_key = [&](u32 b) { return block_keys[b]; };
-        const u32 count =
-            select_largest<HELD>(block_key, row.blocks, shape.blocks_max, blocks + row.index * shape.blocks_max, work);
-        if (thread == 0) block_counts[row.index] = count;
-    } else if (shape.mode == 1 && thread == 0) {
-        block_counts[row.index] = ALL_BLOCKS;
+    const u32 thread = threadIdx.x, row_lists = shape.mode == 1 ? 2 : 1, tile_row = blockIdx.x / row_lists;
+    const Row row = row_of(rows, lists, list_counts, tile_row, shape);
+    const float* from = scores + tile_row * shape.stride;
+    if (blockIdx.x % row_lists == 1) {
+        u32 kept = ALL_BLOCKS;
+        if (row.publishes) {
+            u32* out = blocks + row.index * shape.blocks_max;
+            const auto quad = [&](u32 b, u32(&keys)[4]) {
+                block_keys(from, b, row.blocks, row.seen, shape.block_size, keys);
+            };
+            const auto emit = [&](u32 place, u32 b) { out[place] = b; };
+            kept = select_largest<CHUNKS>(row.blocks, shape.blocks_max, quad, emit, work);
+        }
+        if (thread == 0) block_counts[row.index] = kept;
+        return;
     }
+    u32* out = selected + row.index * shape.top_k;
     u32 kept = row.seen;
     if (row.seen <= shape.top_k) {
         for (u32 i = thread; i < row.seen; i += THREADS) out[i] = i;
     } else {
         const u32 most = min(shape.top_k, row.entries);
-        kept = most == 0 ? 0 : select_largest<HELD>([&](u32 i) { return keys[i]; }, row.entries, most, out, work);
-        for (u32 i = thread; i < kept; i += THREADS) out[i] = entry_of(row, out[i], shape.block_size);
+        const auto quad = [&](u32 i, u32(&keys)[4]) { entry_keys(from, i, row.entries, keys); };
+        const auto emit = [&](u32 place, u32 i) { out[place] = entry_of(row, i, shape.block_size); };
+        kept = most == 0 ? 0 : select_largest<CHUNKS>(row.entries, most, quad, emit, work);
     }
     if (thread == 0) counts[row.index] = kept;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-top_k_parts(const float* scores, const RowInfo* rows, const u32* lists, const u32* list_counts, uint2* kept, u32* kept_counts,
-            u32* part_block_keys, const Shape shape) {
-    extern __shared__ u32 keys[];
+top_k_parts(const float* scores, const RowInfo* rows, const u32* lists, const u32* list_counts, u32* kept, const Shape shape) {
     __shared__ Work work;
     wait_for_inputs();
-    const u32 tile_row = blockIdx.x / shape.parts, part = blockIdx.x % shape.parts;
+    const u32 all_parts = shape.parts + shape.block_parts, tile_row = blockIdx.x / all_parts, part = blockIdx.x % all_parts;
+    const u32 segment = padded(shape.top_k), block_segment = padded(shape.blocks_max);
+    const u32 width = shape.parts * segment + shape.block_parts * block_segment;
     const Row row = row_of(rows, lists, list_counts, tile_row, shape);
-    const u32 first = part * shape.part, end = min(first + shape.part, row.entries);
-    if (threadIdx.x == 0) kept_counts[blockIdx.x] = 0;
-    if (first >= row.entries || row.seen <= shape.top_k) return;
-    load_keys(keys, scores + tile_row * shape.stride, first, end);
-    if (row.publishes) {
-        const u32 all = (shape.stride + shape.block_size - 1) / shape.block_size;
-        u32* to = part_block_keys + tile_row * all + first / shape.block_size;
-        load_block_keys(to, keys, first, end, row.seen, shape.block_size);
+    const float* from = scores + tile_row * shape.stride;
+    u32* to = kept + (u64)tile_row * 2 * width;
+    if (part < shape.parts) {
+        const u32 first = part * shape.part, end = min(first + shape.part, row.entries);
+        if (first >= row.entries || row.seen <= shape.top_k) return;
+        to += part * segment;
+        const auto quad = [&](u32 i, u32(&keys)[4]) { entry_keys(from, first + i, end, keys); };
+        const auto emit = [&](u32 place, u32 i) {
+            to[place] = order_key(from[first + i]);
+            to[width + place] = first + i;
+        };
+        const u32 count = select_largest<CHUNKS>(end - first, min(shape.top_k, end - first), quad, emit, work);
+        for (u32 i = count + threadIdx.x; i < segment; i += THREADS) to[i] = 0;
+    } else {
+        const u32 block_part = part - shape.parts, first = block_part * shape.block_part;
+        const u32 end = min(first + shape.block_part, row.blocks);
+        if (first >= row.blocks || !row.publishes) return;
+        to += shape.parts * segment + block_part * block_segment;
+        const auto quad = [&](u32 b, u32(&keys)[4]) {
+            block_keys(from, first + b, end, row.seen, shape.block_size, keys);
+        };
+        const auto emit = [&](u32 place, u32 b) {
+            to[place] = block_key(from, first + b, row.seen, shape.block_size);
+            to[width + place] = first + b;
+        };
+        const u32 count = select_largest<CHUNKS>(end - first, min(shape.blocks_max, end - first), quad, emit, work);
+        for (u32 i = count + threadIdx.x; i < block_segment; i += THREADS) to[i] = 0;
     }
-    // Indices first, where there is room: each then becomes a pair.
-    u32* indices = keys + shape.part;
-    const u32 most = min(shape.top_k, end - first);
-    const u32 count = select_largest<HELD>([&](u32 i) { return keys[i]; }, end - first, most, indices, work);
-    uint2* to = kept + (u64)blockIdx.x * shape.top_k;
-    for (u32 i = threadIdx.x; i < count; i += THREADS) {
-        uint2 pair;
-        pair.x = first + indices[i];
-        pair.y = keys[indices[i]];
-        to[i] = pair;
-    }
-    if (threadIdx.x == 0) kept_counts[blockIdx.x] = count;
+}
+
+// What the parts of a list have kept, four at a time.
+__device__ __forceinline__ void kept_keys(const u32* kept, u32 i, u32 (&keys)[4]) {
+    const uint4 four = *(const uint4*)(kept + i);
+    keys[0] = four.x, keys[1] = four.y, keys[2] = four.z, keys[3] = four.w;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-top_k_merge(const RowInfo* rows, const uint2* kept, const u32* kept_counts, const u32* part_block_keys, const u32* lists,
-            const u32* list_counts, u32* selected, u32* counts, u32* blocks, u32* block_counts, const Shape shape) {
-    // The kept of each part follow each other: where a part's begin.
-    extern __shared__ u32 keys[];
+top_k_merge(const RowInfo* rows, const u32* kept, const u32* lists, const u32* list_counts, u32* selected, u32* counts,
+            u32* blocks, u32* block_counts, const Shape shape) {
     __shared__ Work work;
-    __shared__ u32 total;
     wait_for_inputs();
-    const u32 thread = threadIdx.x, tile_row = blockIdx.x;
+    const u32 thread = threadIdx.x, row_lists = shape.mode == 1 ? 2 : 1, tile_row = blockIdx.x / row_lists;
+    const u32 segment = padded(shape.top_k), block_segment = padded(shape.blocks_max);
+    const u32 width = shape.parts * segment + shape.block_parts * block_segment;
     const Row row = row_of(rows, lists, list_counts, tile_row, shape);
-    u32* out = selected + row.index * shape.top_k;
-    if (row.publishes) {
-        const u32* block_keys = part_block_keys + tile_row * ((shape.stride + shape.block_size - 1) / shape.block_size);
-        const auto block_key = [&](u32 b) { return block_keys[b]; };
-        const u32 count =
-            select_largest<HELD>(block_key, row.blocks, shape.blocks_max, blocks + row.index * shape.blocks_max, work);
+    const u32* from = kept + (u64)tile_row * 2 * width;
+    const auto quad = [&](u32 i, u32(&keys)[4]) { kept_keys(from, i, keys); };
+    if (blockIdx.x % row_lists == 1) {
+        u32 count = ALL_BLOCKS;
+        if (row.publishes) {
+            from += shape.parts * segment;
+            u32* out = blocks + row.index * shape.blocks_max;
+            const auto emit = [&](u32 place, u32 i) { out[place] = from[width + i]; };
+            const u32 all = (row.blocks + shape.block_part - 1) / shape.block_part * block_segment;
+            count = select_largest<CHUNKS_MERGED>(all, shape.blocks_max, quad, emit, work);
+        }
         if (thread == 0) block_counts[row.index] = count;
-    } else if (shape.mode == 1 && thread == 0) {
-        block_counts[row.index] = ALL_BLOCKS;
+        return;
     }
-    u32 here = row.seen;
+    u32* out = selected + row.index * shape.top_k;
+    u32 count = row.seen;
     if (row.seen <= shape.top_k) {
         for (u32 i = thread; i < row.seen; i += THREADS) out[i] = i;
     } else {
-        u32* starts = keys + shape.parts * shape.top_k;
-        if (thread == 0) {
-            u32 sum = 0;
-            for (u32 p = 0; p < shape.parts; p++) starts[p] = sum, sum += kept_counts[tile_row * shape.parts + p];
-            total = sum;
-        }
-        __syncthreads();
-        const uint2* pairs = kept + (u64)tile_row * shape.parts * shape.top_k;
-        for (u32 i = thread; i < shape.parts * shape.top_k; i += THREADS) {
-            const u32 p = i / shape.top_k, place = i % shape.top_k;
-            if (place < kept_counts[tile_row * shape.parts + p]) keys[starts[p] + place] = pairs[i].y;
-        }
-        __syncthreads();
-        const u32 most = min(shape.top_k, total);
-        here = most == 0 ? 0 : select_largest<2 * HELD>([&](u32 i) { return keys[i]; }, total, most, out, work);
-        // Back to where each came from: the last part that begins at or before it.
-        for (u32 i = thread; i < here; i += THREADS) {
-            const u32 at = out[i];
-            u32 p = 0;
-            for (u32 half = 1u << 15; half > 0; half /= 2) {
-                if (p + half < shape.parts && starts[p + half] <= at) p += half;
-            }
-            out[i] = entry_of(row, pairs[p * shape.top_k + (at - starts[p])].x, shape.block_size);
-        }
+        const u32 all = (row.entries + shape.part - 1) / shape.part * segment, most = min(shape.top_k, row.entries);
+        const auto emit = [&](u32 place, u32 i) { out[place] = entry_of(row, from[width + i], shape.block_size); };
+        count = most == 0 ? 0 : select_largest<CHUNKS_MERGED>(all, most, quad, emit, work);
     }
-    if (thread == 0) counts[row.index] = here;
+    if (thread == 0) counts[row.index] = count;
 }

@@ -5,13 +5,15 @@ use tf_device::{LaunchError, Queue};
 /// Selects from the scores of a tile of rows, and publishes their candidate blocks where asked.
 ///
 /// # Errors
-/// [`LaunchError::Shape`] or [`LaunchError::Limit`] when the arguments disagree; nothing is written.
+/// [`LaunchError::Shape`] or [`LaunchError::Limit`] when the arguments disagree, and on CUDA where a list is longer than its
+/// parts can be merged; nothing is written.
 pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     let rows = args.rows.len();
     if args.tile.is_empty() {
         return Ok(());
     }
     LaunchError::check_limit("the end of a tile", args.tile.end, rows)?;
+    LaunchError::check_shape("the stride of the scores", args.stride, args.stride.next_multiple_of(16))?;
     LaunchError::check_room("the scores", args.scores.len_of::<f32>(), args.tile.len() * args.stride)?;
     let seen = args.rows[args.tile.clone()].iter().map(|row| visible(row.position, args.ratio)).max().unwrap_or(0);
     if seen > args.top_k {

@@ -62,6 +62,7 @@ pub enum Candidates<'a> {
 pub struct Args<'a> {
     /// `[tile, stride]` f32; compact for restricted rows, see [`crate::index_score`].
     pub scores: &'a Buffer,
+    /// A multiple of 16.
     pub stride: usize,
     /// All rows of the launch.
     pub rows: &'a [RowInfo],
