@@ -3,10 +3,11 @@
 use std::io::Write;
 use std::net::{IpAddr, SocketAddr};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tf_engine::disk::{Disk, Folder};
 use tf_engine::{EngineHandle, WallClock};
+use tf_model::deepseek_v41::DeepseekV41;
 use tf_numerics::draw;
 use tf_server::{ApiKey, MetricsNames, Seeds, ServerConfig, Shutdown};
 use tokio::net::TcpListener;
@@ -15,6 +16,7 @@ use tokio::sync::{oneshot, watch};
 use tokio::task::JoinHandle;
 
 use crate::arguments::{Arguments, Mistakes};
+use crate::device;
 use crate::disk;
 use crate::failure::Failure;
 use crate::load::{self, Checked};
@@ -105,10 +107,28 @@ fn engine(
     checked: &Checked,
     disk: Option<Disk<Folder>>,
 ) -> Result<(EngineHandle, std::thread::JoinHandle<()>), Failure> {
-    let model = checked.model(checked.loading.options.clone())?;
+    let model = proven(checked)?;
     let limits = resolve::engine_limits(arguments, &tf_engine::model::Model::limits(&model), &checked.loading);
     tf_engine::spawn_with_disk(model, limits, Arc::new(WallClock::new()), disk)
         .map_err(|error| Failure::run_time(error.to_string()))
+}
+
+/// The model, loaded and tried: every kernel on a known vector, then a few rows of its own.
+fn proven(checked: &Checked) -> Result<DeepseekV41, Failure> {
+    let started = Instant::now();
+    let tried = tf_contract::self_check::try_all(&checked.device).map_err(|text| {
+        let backend = device::backend(&checked.device);
+        Failure::run_time(format!(
+            "the self-check failed: {text}. Nothing is served from this device; `tensorfold contract --backend {backend}` \
+             says more"
+        ))
+    })?;
+    tracing::debug!(kernels = tried.kernels, elements = tried.elements, elapsed = ?started.elapsed(), "self-check");
+    let mut model = checked.model(checked.loading.options.clone())?;
+    model
+        .self_check()
+        .map_err(|fault| Failure::run_time(format!("the self-check of {} failed: {fault}", checked.name)))?;
+    Ok(model)
 }
 
 /// Asks for a drain at the first SIGTERM or Ctrl-C, and for the end at the second.

@@ -53,6 +53,27 @@ impl Copy {
         edit(&mut value);
         std::fs::write(&path, value.to_string()).unwrap();
     }
+
+    /// Sets every byte of a tensor.
+    fn fill_tensor(&self, tensor: &str, byte: u8) {
+        let mut filled = 0;
+        for entry in std::fs::read_dir(&self.0).unwrap() {
+            let path = entry.unwrap().path();
+            if path.extension().is_none_or(|extension| extension != "safetensors") {
+                continue;
+            }
+            let mut contents = std::fs::read(&path).unwrap();
+            let length = u64::from_le_bytes(contents[..8].try_into().unwrap()) as usize;
+            let header: Value = serde_json::from_slice(&contents[8..8 + length]).unwrap();
+            let at = |end: usize| header[tensor]["data_offsets"][end].as_u64().map(|at| 8 + length + at as usize);
+            if let (Some(start), Some(end)) = (at(0), at(1)) {
+                contents[start..end].fill(byte);
+                std::fs::write(&path, contents).unwrap();
+                filled += end - start;
+            }
+        }
+        assert!(filled > 0, "{tensor} is in no shard");
+    }
 }
 
 impl Drop for Copy {
@@ -256,4 +277,25 @@ fn a_closed_pipe_is_a_normal_ending() {
     drop(child.stdout.take());
     let output = child.wait_with_output().unwrap();
     assert!(output.status.success() && output.stderr.is_empty(), "{}", stderr(&output));
+}
+
+/// Reported as: every decode step gives the same token and the same log-probability.
+#[test]
+fn a_model_whose_every_row_is_the_same_is_not_served() {
+    // Weights that are numbers, and a model that has nothing to say.
+    let silent = Copy::new("silent");
+    silent.fill_tensor("norm.weight", 0);
+    let output = run(&["serve", silent.path(), "--port", "0"], &[]);
+    assert_eq!(code(&output), 1, "{}", stderr(&output));
+    assert_eq!(stdout(&output), "", "it never says that it is ready");
+    let text = stderr(&output);
+    assert!(text.contains("self-check") && text.contains("all logits at position 0 are 0"), "{text}");
+    assert!(text.contains("fetch it again"), "{text}");
+
+    let damaged = Copy::new("scales");
+    damaged.fill_tensor("layers.3.attn.wq_b.scale", 0xff);
+    let output = run(&["serve", damaged.path(), "--port", "0"], &[]);
+    let text = stderr(&output);
+    assert_eq!((code(&output), stdout(&output)), (1, ""), "{text}");
+    assert!(text.contains("layers.3.attn.wq_b.scale") && text.contains(".safetensors"), "{text}");
 }

@@ -20,6 +20,7 @@ pub mod probe;
 pub mod replay;
 pub mod report;
 pub mod run;
+pub mod self_check;
 pub mod target;
 pub mod timing;
 

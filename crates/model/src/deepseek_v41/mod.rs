@@ -17,6 +17,7 @@ pub mod random;
 pub mod reference;
 pub mod rows;
 mod scratch;
+pub mod self_check;
 pub mod shape;
 pub mod snapshot;
 mod snapshot_file;
