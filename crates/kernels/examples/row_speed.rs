@@ -91,7 +91,7 @@ fn measure(model: &Model, rows: usize, start: u32, queue: &mut Queue) {
     let (mut mix, mut post, mut comb) = (filled(rows * 4), filled(rows * 4), filled(rows * 16));
     let (function, base, scale, norm) = (filled(24 * 4 * hidden), filled(24), filled(3), filled(hidden));
     let (mut normed, mut quantised) = (filled(rows * hidden), filled(rows * hidden));
-    let mut scratch = filled(rows * hyper::SCRATCH_FLOATS);
+    let mut scratch = filled(rows * hyper::scratch_floats(hidden));
     time("hyper enter (with y)", || {
         let args = hyper::EnterArgs {
             y: Some(&wide),

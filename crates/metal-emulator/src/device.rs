@@ -407,7 +407,7 @@ fn build_cuda(program: &str) -> Result<Program, String> {
     let read = |path: PathBuf| std::fs::read_to_string(&path).map_err(|error| format!("{}: {error}", path.display()));
     let source = read(kernels.join(family).join(format!("{stem}.cu")))?;
     let shared = |name: &str| read(kernels.join("shared").join(name));
-    let texts: Vec<(&str, String)> = ["prelude.cuh", "step.cuh", "draw.cuh"]
+    let texts: Vec<(&str, String)> = ["prelude.cuh", "step.cuh", "cluster.cuh", "draw.cuh"]
         .into_iter()
         .map(|name| Ok((name, shared(name)?)))
         .collect::<Result<_, String>>()?;

@@ -1,8 +1,9 @@
 //! Holds the kernel families beside the linears to the CPU's bits on the GPU of this machine, and times them.
 //!
-//! `tf-families-check [check] [time] [--only NAME] [--out FILE]`. `check` compares every family at tiny, demo and release
-//! sizes; `time` at release sizes, with the device's time: graphs of calls on the same buffers, so the second-level cache
-//! is warm. The kernels are those that the build embeds. Records go to FILE, one JSON object a line.
+//! `tf-families-check [check] [time] [--only NAME] [--rows N,..] [--out FILE]`. `check` compares every family at tiny, demo
+//! and release sizes; `time` at release sizes, with the device's time: graphs of calls on the same buffers, so the
+//! second-level cache is warm; `--rows` names other numbers of rows for it. The kernels are those that the build embeds.
+//! Records go to FILE, one JSON object a line.
 
 use anyhow::{Context, Result, bail};
 use serde_json::json;
@@ -24,17 +25,23 @@ const MIDDLE: Sizes = Sizes { name: "middle", context: 9001, ..RELEASE };
 
 fn main() -> Result<()> {
     let mut arguments = std::env::args().skip(1);
-    let (mut modes, mut out, mut only) = (Vec::new(), None, None);
+    let (mut modes, mut out, mut only, mut timed) = (Vec::new(), None, None, vec![1, 6, 16, 128]);
     while let Some(argument) = arguments.next() {
         match argument.as_str() {
             "--out" => out = Some(arguments.next().context("--out needs a file")?),
+            "--rows" => {
+                let list = arguments.next().context("--rows needs numbers with commas between them")?;
+                timed = list.split(',').map(str::parse).collect::<Result<_, _>>().with_context(|| list.clone())?;
+            }
             "--only" => only = Some(arguments.next().context("--only needs a name")?),
             "check" | "time" => modes.push(argument),
-            other => bail!("`{other}` is none of check, time, --only NAME, --out FILE"),
+            other => bail!("`{other}` is none of check, time, --only NAME, --rows N,.., --out FILE"),
         }
     }
     if modes.is_empty() {
-        bail!("usage: tf-families-check [check] [time] [--only NAME] [--out FILE], with check, time or both");
+        bail!(
+            "usage: tf-families-check [check] [time] [--only NAME] [--rows N,..] [--out FILE], with check, time or both"
+        );
     }
     let mut file = out.map(|path| std::fs::File::create(&path).with_context(|| path.clone())).transpose()?;
     // Its stream is captured, so launches have to be in it.
@@ -69,7 +76,7 @@ fn main() -> Result<()> {
     }
     if has("time") {
         let timer: Timer<'_> = &time;
-        check(&device, &mut queue, RELEASE, &[1, 6, 16, 128], only, Some(timer), &mut say)?;
+        check(&device, &mut queue, RELEASE, &timed, only, Some(timer), &mut say)?;
         check_draws(&device, &mut queue, RELEASE, &[1, 6, 64], only, Some(timer), &mut say)?;
         let index = only.unwrap_or("index_score");
         check(&device, &mut queue, LONG, &[1], Some(index), Some(timer), &mut say)?;

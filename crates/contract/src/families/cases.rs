@@ -1,7 +1,8 @@
 //! The cases of the families: inputs from a seed, and the launch that takes them.
 
 use super::Role::{Bytes, Floats, Input, Work};
-use super::{Case, Role, Run, Sizes};
+use super::{Case, Mirror, Role, Run, Sizes};
+use tf_device::Buffer;
 use tf_device::gpu::{Plain, bytes_of};
 use tf_kernels::rows::{EntryInfo, Pages, RowInfo, WindowInfo, completed_entries, visible};
 use tf_kernels::top_k::{CandidateList, CandidateShape, Candidates};
@@ -66,7 +67,13 @@ pub(super) fn zeros(count: usize) -> Vec<u8> {
 }
 
 fn case(family: &'static str, rows: usize, buffers: Vec<(Role, Vec<u8>)>, moved_bytes: usize, run: Run) -> Case {
-    Case { family, rows, buffers, run, moved_bytes, waits: false }
+    Case { family, rows, buffers, run, mirror: None, moved_bytes, waits: false }
+}
+
+impl Case {
+    fn mirrored(self, mirror: Mirror) -> Case {
+        Case { mirror: Some(mirror), ..self }
+    }
 }
 
 /// Rows of windows of sequences of their own, all after `context` positions.
@@ -222,7 +229,7 @@ fn connections(sizes: Sizes, rows: usize, _threads: usize) -> Vec<Case> {
         (Input, bytes(&norm)),
         (Floats, zeros(count)),
         (Floats, zeros(count)),
-        (Work, zeros(rows * hyper::SCRATCH_FLOATS)),
+        (Work, zeros(rows * hyper::scratch_floats(hidden))),
     ];
     let collapse = vec![
         (Input, bytes(&streams)),
@@ -235,55 +242,54 @@ fn connections(sizes: Sizes, rows: usize, _threads: usize) -> Vec<Case> {
     let tap = vec![(Input, bytes(&streams)), (Floats, zeros(2 * count))];
     let function_bytes = 24 * 4 * hidden * 4;
     vec![
-        case("hyper/enter", rows, enter, 4 * count * (1 + 4 + 4 + 2) + function_bytes, launch_enter(rows, hidden)),
-        case("hyper/collapse", rows, collapse, 4 * count * 7, launch_collapse(rows, hidden)),
+        case("hyper/enter", rows, enter, 4 * count * (1 + 4 + 4 + 2) + function_bytes, launch_enter(rows, hidden))
+            .mirrored(Box::new(move |buffers| hyper::mirror::enter(enter_args(buffers, rows, hidden)))),
+        case("hyper/collapse", rows, collapse, 4 * count * 7, launch_collapse(rows, hidden))
+            .mirrored(Box::new(move |buffers| hyper::mirror::collapse_rows(collapse_args(buffers, rows, hidden)))),
         case("hyper/tap", rows, tap, 4 * count * 6, launch_tap(rows, hidden)),
     ]
 }
 
+fn enter_args(buffers: &mut [Buffer], rows: usize, hidden: usize) -> hyper::EnterArgs<'_> {
+    take!([y, streams, mix, post, comb, function, base, scale, norm, normed, quantised, scratch] = buffers);
+    hyper::EnterArgs {
+        y: Some(y),
+        streams,
+        mix,
+        post,
+        comb,
+        weights: hyper::MixWeights { function, base, scale },
+        norm,
+        constants: hyper::Constants { iterations: 20, hc_eps: 1e-6, norm_eps: EPS },
+        rows,
+        hidden,
+        normed: Some(normed),
+        quantised: Some(quantised),
+        scratch,
+    }
+}
+
 fn launch_enter(rows: usize, hidden: usize) -> Run {
-    let constants = hyper::Constants { iterations: 20, hc_eps: 1e-6, norm_eps: EPS };
-    Box::new(move |queue, buffers| {
-        take!([y, streams, mix, post, comb, function, base, scale, norm, normed, quantised, scratch] = buffers);
-        hyper::launch_enter(
-            queue,
-            hyper::EnterArgs {
-                y: Some(y),
-                streams,
-                mix,
-                post,
-                comb,
-                weights: hyper::MixWeights { function, base, scale },
-                norm,
-                constants,
-                rows,
-                hidden,
-                normed: Some(normed),
-                quantised: Some(quantised),
-                scratch,
-            },
-        )
-    })
+    Box::new(move |queue, buffers| hyper::launch_enter(queue, enter_args(buffers, rows, hidden)))
+}
+
+fn collapse_args(buffers: &mut [Buffer], rows: usize, hidden: usize) -> hyper::CollapseArgs<'_> {
+    take!([streams, mix, norm, collapsed, normed, quantised] = buffers);
+    hyper::CollapseArgs {
+        streams,
+        mix,
+        norm,
+        norm_eps: EPS,
+        rows,
+        hidden,
+        collapsed: Some(collapsed),
+        normed: Some(normed),
+        quantised: Some(quantised),
+    }
 }
 
 fn launch_collapse(rows: usize, hidden: usize) -> Run {
-    Box::new(move |queue, buffers| {
-        take!([streams, mix, norm, collapsed, normed, quantised] = buffers);
-        hyper::launch_collapse(
-            queue,
-            hyper::CollapseArgs {
-                streams,
-                mix,
-                norm,
-                norm_eps: EPS,
-                rows,
-                hidden,
-                collapsed: Some(collapsed),
-                normed: Some(normed),
-                quantised: Some(quantised),
-            },
-        )
-    })
+    Box::new(move |queue, buffers| hyper::launch_collapse(queue, collapse_args(buffers, rows, hidden)))
 }
 
 fn launch_tap(rows: usize, hidden: usize) -> Run {

@@ -84,7 +84,8 @@ fn draw(
         queue.write(found, 0, &words)
     };
     let buffers = vec![(Input, bytes(&logits)), (Bytes, zeros(rows * width))];
-    vec![Case { family, rows, buffers, moved_bytes: logits.len() * 4, waits: true, run: Box::new(run) }]
+    let moved_bytes = logits.len() * 4;
+    vec![Case { family, rows, buffers, moved_bytes, waits: true, mirror: None, run: Box::new(run) }]
 }
 
 /// A chain of five proposals; every third sequence is sampled.
@@ -138,5 +139,6 @@ fn chain(sizes: Sizes, rows: usize, _: usize) -> Vec<Case> {
         (Floats, zeros(sequences * steps)),
     ];
     let moved_bytes = steps * (packed.len() * 2 + sequences * vocab * 4);
-    vec![Case { family: "draft_head/chain", rows: sequences, buffers, moved_bytes, waits: true, run: Box::new(run) }]
+    let family = "draft_head/chain";
+    vec![Case { family, rows: sequences, buffers, moved_bytes, waits: true, mirror: None, run: Box::new(run) }]
 }

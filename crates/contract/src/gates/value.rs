@@ -1,6 +1,7 @@
 //! Gate 1: is every element inside the interval that the float64 definition allows? And where a GPU's kernel has the CPU's
-//! bits: has it?
+//! bits, or CUDA's those of a mirror of its own order: has it?
 
+use crate::options::Backend;
 use crate::probe::{Counted, Failure, Planted, Probe, Setting, compare_rows, launch_on};
 use crate::target::Target;
 use tf_kernels::contract::Expected;
@@ -23,7 +24,13 @@ pub fn check(probe: &mut Probe<'_>) -> Result<(), Failure> {
             judge(probe, row, element, got, expected)?;
         }
     }
-    if probe.queues.target.has_cpu_bits(probe.kernel) {
+    let steps: Option<Vec<Vec<u32>>> = match probe.queues.target.backend() {
+        Backend::Cuda => (0..outcome.rows.len()).map(|row| probe.world.stepped(row)).collect(),
+        Backend::Cpu | Backend::Metal => None,
+    };
+    if let Some(steps) = steps {
+        compare_rows(&picks, &outcome.rows, &steps, "beside the mirror of its order", &mut probe.tally)?;
+    } else if probe.queues.target.has_cpu_bits(probe.kernel) {
         let mut cpu = Counted::new(&Target::Cpu, Setting::plain());
         let theirs = launch_on(probe.world, &mut cpu, Planted::NONE, Setting::plain().fill, &picks)?;
         compare_rows(&picks, &outcome.rows, &theirs.rows, "beside the CPU", &mut probe.tally)?;

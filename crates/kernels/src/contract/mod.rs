@@ -128,6 +128,11 @@ pub trait World: Sync {
         words.iter().map(|word| f64::from(f32::from_bits(*word))).collect()
     }
 
+    /// A row's output words by the mirror of an order that CUDA's kernel has for itself; `None` where it has none.
+    fn stepped(&self, _row: usize) -> Option<Vec<u32>> {
+        None
+    }
+
     /// What all rows in one launch read and compute, for the timer.
     fn work(&self) -> Work;
 }

@@ -1,8 +1,8 @@
 //! What must hold of the hyper-connections: entering a sublayer, expanding, collapsing, tapping.
 
 use super::{
-    CollapseArgs, Constants, EnterArgs, ExpandArgs, MIXES, MixWeights, SCRATCH_FLOATS, STREAMS, TapArgs,
-    launch_collapse, launch_enter, launch_expand, launch_tap, reference,
+    CollapseArgs, Constants, EnterArgs, ExpandArgs, MIXES, MixWeights, STREAMS, TapArgs, launch_collapse, launch_enter,
+    launch_expand, launch_tap, mirror, reference, scratch_floats,
 };
 use crate::contract::*;
 use crate::numerics_policy::Numerics;
@@ -10,6 +10,7 @@ use crate::reference_formats::bf16;
 use crate::rms_norm::contract::norm_spans;
 use crate::rms_norm::reference::rms_norm;
 use reference::{MixConstants, Mixes};
+use tf_device::{Buffer, Device};
 
 const COMB: usize = STREAMS * STREAMS;
 
@@ -19,8 +20,8 @@ pub const ENTER: Contract = Contract {
         QDQ8(normed); next mix, post, comb from (function @ X) / rms(X)",
     shapes: "y [rows, hidden] f32; streams [rows, 4, hidden], mix, post [rows, 4], comb [rows, 4, 4] f32 in place; \
         normed, quantised [rows, hidden] f32",
-    order: "function @ X: one accumulator of 16 lanes; squares: 4 accumulators; lanes fold by halves; streams \
-        added in index order, unfused",
+    order: "function @ X: one accumulator of 16 lanes; squares: 4 accumulators; lanes fold by halves; on CUDA chains \
+        of 40 and of 4 to 16 columns, folded as its mirror says; streams added in index order, unfused",
     bound: "streams and u: 9 U of absolute terms, bf16; z: (hidden / 4 + 8) U of absolute products and the norm; \
         sinkhorn is nonexpansive in the projective metric, so errors of z and 12 U an iteration add up, times 4",
     cases: &[
@@ -33,6 +34,12 @@ pub const ENTER: Contract = Contract {
             name: "first sublayer",
             rows: 9,
             sizes: &[("hidden", 96), ("expand", 0), ("iterations", 3), ("hc_eps_millionths", 10_000)],
+        },
+        // Wide enough for blocks to share a row, and for more chunks of products than a warp has lanes.
+        Case {
+            name: "many columns",
+            rows: 20,
+            sizes: &[("hidden", 2752), ("expand", 1), ("iterations", 2), ("hc_eps_millionths", 1)],
         },
     ],
     make: |case, seed| Box::new(Enter(make(case, seed))),
@@ -62,6 +69,26 @@ pub const ENTER: Contract = Contract {
         ),
         metal("swaps the scales (Metal)", "* scale[2] + base[8u + at]", "* scale[1] + base[8u + at]"),
         metal("adds four in pairs (Metal)", "return ((v0 + v1) + v2) + v3;", "return (v0 + v1) + (v2 + v3);"),
+        cuda("chains another lane's quads (CUDA)", "staged[r][slot + LANES * i]", "staged[r][(slot ^ 1) + LANES * i]"),
+        cuda(
+            "leaves the third output out (CUDA)",
+            "slot == 1 ? sums[r][1] : sums[r][2]",
+            "slot == 1 ? sums[r][1] : sums[r][0]",
+        ),
+        cuda(
+            "chains a quad from its end (CUDA)",
+            "    sum = fma_own(w.x, v.x, sum);\n",
+            "    return fma_own(w.x, v.x, fma_own(w.y, v.y, fma_own(w.z, v.z, fma_own(w.w, v.w, sum))));\n",
+        ),
+        cuda("takes the first rows of a tile again (CUDA)", "= staged[team][group % STAGES];", "= staged[team][0];"),
+        cuda("leaves the last chunk out (CUDA)", "< chunks ? left_quad", "+ 1 < chunks ? left_quad"),
+        cuda("iterates once less (CUDA)", "u32 i = 1; i < shape.iterations", "u32 i = 2; i < shape.iterations"),
+        cuda(
+            "leaves a stream out of the squares (CUDA)",
+            "u32 j = 0; j < 4; j++) all[i] = add_squares",
+            "u32 j = 1; j < 4; j++) all[i] = add_squares",
+        ),
+        cuda("leaves the output before out (CUDA)", "inside ? out[quad] : zero_quad()", "zero_quad()"),
     ],
     standard: STANDARD_CONTROLS,
 };
@@ -108,7 +135,7 @@ pub const COLLAPSE: Contract = Contract {
     formula: "u = bf16(sum_i mix[i] X[i]); normed = RMSNorm(u; norm); quantised = QDQ8(normed)",
     shapes: "streams [rows, 4, hidden], mix [rows, 4], norm [hidden] f32; collapsed, normed, quantised [rows, \
         hidden] f32",
-    order: "streams in index order, unfused; squares as rms_norm",
+    order: "streams in index order, unfused; squares as rms_norm, on CUDA as on entering",
     bound: "7 U of the absolute terms, bf16; then the norm's interval",
     cases: &[
         Case { name: "wide", rows: 128, sizes: &[("hidden", 256)] },
@@ -124,6 +151,7 @@ pub const COLLAPSE: Contract = Contract {
     edits: &[
         metal("leaves the last stream out (Metal)", "    sum = sum + m3 * x[3u * hidden];\n", ""),
         metal("drops a half of the squares (Metal)", "if (c + 32u < hidden) {", "if (c + 64u < hidden) {"),
+        cuda("squares a quad from its end (CUDA)", "    sum = fma_own(v.x, v.x, sum);\n", SQUARES_BACKWARDS),
     ],
     standard: STANDARD_CONTROLS,
 };
@@ -151,6 +179,14 @@ pub const TAP: Contract = Contract {
 /// An edit of this family's Metal source, which gate 1 must notice.
 const fn metal(name: &'static str, find: &'static str, replace: &'static str) -> Control {
     Control::metal(name, Gate::Value, include_str!("kernel.metal"), find, replace)
+}
+
+const SQUARES_BACKWARDS: &str =
+    "    return fma_own(v.x, v.x, fma_own(v.y, v.y, fma_own(v.z, v.z, fma_own(v.w, v.w, sum))));\n";
+
+/// The same of its CUDA source.
+const fn cuda(name: &'static str, find: &'static str, replace: &'static str) -> Control {
+    Control::cuda(name, Gate::Value, include_str!("kernel.cu"), find, replace)
 }
 
 const NORM_EPS: f32 = 1e-6;
@@ -359,7 +395,7 @@ impl World for Enter {
         let (scale, norm) = (stage.input("scale", &world.scale), stage.input("norm", &world.norm));
         let mut normed = stage.output::<f32>("normed", rows * hidden);
         let mut quantised = stage.output::<f32>("quantised", rows * hidden);
-        let mut scratch = stage.poisoned::<f32>("scratch", rows * SCRATCH_FLOATS);
+        let mut scratch = stage.poisoned::<f32>("scratch", rows * scratch_floats(hidden));
         let iterations = world.iterations - u32::from(fault.is("one normalisation too few"));
         let hc_eps = if fault.is("leaves eps of the mixes out") { 0.0 } else { world.hc_eps };
         let args = EnterArgs {
@@ -404,6 +440,37 @@ impl World for Enter {
         expected.extend(Expected::zip(&normed.0, &normed.1));
         expected.extend(Expected::zip(&quantised.0, &quantised.1));
         expected
+    }
+
+    fn stepped(&self, row: usize) -> Option<Vec<u32>> {
+        let world = &self.0;
+        let hidden = world.hidden;
+        let host = |values: &[f32]| Buffer::from_slice(&Device::cpu(), values).ok();
+        let y = host(world.row(&world.y, row, hidden))?;
+        let mut streams = host(world.row(&world.streams, row, STREAMS * hidden))?;
+        let mut mix = host(world.row(&world.mix, row, STREAMS))?;
+        let mut post = host(world.row(&world.post, row, STREAMS))?;
+        let mut comb = host(world.row(&world.comb, row, COMB))?;
+        let (function, base) = (host(&world.function)?, host(&world.base)?);
+        let (scale, norm) = (host(&world.scale)?, host(&world.norm)?);
+        let (mut normed, mut quantised) = (host(&vec![0.0; hidden])?, host(&vec![0.0; hidden])?);
+        mirror::enter(EnterArgs {
+            y: world.expand.then_some(&y),
+            streams: &mut streams,
+            mix: &mut mix,
+            post: &mut post,
+            comb: &mut comb,
+            weights: MixWeights { function: &function, base: &base, scale: &scale },
+            norm: &norm,
+            constants: Constants { iterations: world.iterations, hc_eps: world.hc_eps, norm_eps: NORM_EPS },
+            rows: 1,
+            hidden,
+            normed: Some(&mut normed),
+            quantised: Some(&mut quantised),
+            scratch: &mut host(&[])?,
+        });
+        let outs = [&streams, &mix, &post, &comb, &normed, &quantised];
+        Some(outs.iter().flat_map(|out| out.f32()).map(|value| value.to_bits()).collect())
     }
 
     fn work(&self) -> Work {
@@ -482,6 +549,30 @@ impl World for Collapse {
         let streams = self.0.streams(row);
         let parts = self.0.collapsed(row, &streams, &Span::all(&streams));
         parts.iter().flat_map(|(values, spans)| Expected::zip(values, spans)).collect()
+    }
+
+    fn stepped(&self, row: usize) -> Option<Vec<u32>> {
+        let world = &self.0;
+        let hidden = world.hidden;
+        let host = |values: &[f32]| Buffer::from_slice(&Device::cpu(), values).ok();
+        let streams = host(world.row(&world.streams, row, STREAMS * hidden))?;
+        let mix = host(world.row(&world.mix, row, STREAMS))?;
+        let norm = host(&world.norm)?;
+        let outs = [0, 1, 2].map(|_| host(&vec![0.0; hidden]));
+        let [mut collapsed, mut normed, mut quantised] = outs;
+        mirror::collapse_rows(CollapseArgs {
+            streams: &streams,
+            mix: &mix,
+            norm: &norm,
+            norm_eps: NORM_EPS,
+            rows: 1,
+            hidden,
+            collapsed: collapsed.as_mut(),
+            normed: normed.as_mut(),
+            quantised: quantised.as_mut(),
+        });
+        let outs = [collapsed?, normed?, quantised?];
+        Some(outs.iter().flat_map(|out| out.f32()).map(|value| value.to_bits()).collect())
     }
 
     fn work(&self) -> Work {

@@ -326,15 +326,15 @@ impl Kernel for EnterFinish<'_> {
     }
 }
 
-struct Mixes<F> {
-    pre: [F; STREAMS],
-    post: [F; STREAMS],
-    comb: [F; STREAMS * STREAMS],
+pub(super) struct Mixes<F> {
+    pub pre: [F; STREAMS],
+    pub post: [F; STREAMS],
+    pub comb: [F; STREAMS * STREAMS],
 }
 
 /// Step 4, for one row or for a row in each lane.
 #[inline(always)]
-fn mixes<F: Float>(z: &[F; MIXES], scale: &[f32], base: &[f32], constants: Constants) -> Mixes<F> {
+pub(super) fn mixes<F: Float>(z: &[F; MIXES], scale: &[f32], base: &[f32], constants: Constants) -> Mixes<F> {
     let eps = F::splat(constants.hc_eps);
     let mut pre = [F::splat(0.0); STREAMS];
     let mut post = [F::splat(0.0); STREAMS];
@@ -654,7 +654,9 @@ fn mean<L: Lanes>(streams: &[f32], at: usize, hidden: usize) -> L {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::hyper::{MixWeights, launch_collapse, launch_enter, launch_expand, launch_tap, reference};
+    use crate::hyper::{
+        MixWeights, launch_collapse, launch_enter, launch_expand, launch_tap, reference, scratch_floats,
+    };
     use crate::numerics_policy::Numerics;
     use crate::rms_norm::reference::rms_norm;
     use crate::testing::*;
@@ -738,7 +740,7 @@ mod tests {
                 hidden,
                 normed: Some(&mut normed),
                 quantised: Some(&mut quantised),
-                scratch: &mut dirty(rows * SCRATCH_FLOATS),
+                scratch: &mut dirty(rows * scratch_floats(hidden)),
             };
             launch_enter(queue, args).unwrap();
             let of = |buffer: &Buffer| buffer.f32().to_vec();

@@ -1,26 +1,31 @@
-use super::{CollapseArgs, EnterArgs, ExpandArgs, TapArgs};
+use super::mirror::{chunks, sums_at};
+use super::{CollapseArgs, EnterArgs, ExpandArgs, MixWeights, TapArgs, scratch_floats};
 use crate::gpu::{OVERLAP, a_simd_group_each, a_thread_each, count, optional, program};
-use tf_device::LaunchError;
-use tf_device::gpu::{Backend, Binding, GpuQueue, Launch, Program, ShapeBytes};
+use tf_device::gpu::{Backend, Binding, GpuQueue, Launch, Program, ShapeBytes, Tuning};
+use tf_device::{Buffer, LaunchError};
 
 static PROGRAM: Program = program("hyper", Some(include_str!("kernel.metal")), true);
 
-/// Outputs of a row's mixes, and beside them its sum of squares.
-const ITEMS: usize = super::MIXES + 1;
-/// On CUDA up to this many rows have a group for each of their items; more share the weights.
-const APART_MAX: usize = 16;
-/// Up to this many rows of at most so many columns enter in one launch.
-const ENTER_APART_MAX: usize = 5;
-const ENTER_APART_HIDDEN_MAX: usize = 5120;
-const SHARING_ROWS: usize = 8;
-const SHARING_BYTES: u32 = 68_608;
-const MIX_THREADS: u32 = 256;
+/// Threads of a block that has a whole row.
 const ROW_THREADS: u32 = 640;
-/// Of a row, which its group's threads hold in registers.
+/// Of a row, which its block's threads hold in registers.
 const HIDDEN_MAX: usize = 10_240;
+/// Columns of a segment, which a warp adds up.
+const SEGMENT: usize = 128;
+/// Blocks of a cluster that share a row: of few rows, and of rows that fill the device.
+const PARTS: [usize; 2] = [8, 4];
+/// Up to how many rows.
+const PARTS_MAX: [usize; 2] = [16, 128];
+const MIX_THREADS: u32 = 128;
+/// Chunks of a block of the mixes.
+const CHUNKS_OF_BLOCK: usize = 2;
+/// Rows of a block, at least, and at most.
+const TILES: (usize, usize) = (4, 64);
+/// Up to this many rows have their mixes made by the last block of a tile, a warp each; more by a launch of their own.
+const ARRIVALS_MAX: usize = 16;
 
 /// The constants of a launch; each entry reads its own.
-#[derive(Default)]
+#[derive(Clone, Copy, Default)]
 struct Sizes {
     rows: usize,
     hidden: usize,
@@ -36,6 +41,11 @@ impl Sizes {
     fn shape(&self) -> ShapeBytes {
         let counts = ShapeBytes::new().uint(self.rows).uint(self.hidden).uint(self.iterations).uint(self.outputs);
         counts.float(self.hc_eps).float(self.norm_eps).uint(self.out_columns).uint(self.out_offset)
+    }
+
+    /// As CUDA's kernels read it.
+    fn cuda(&self, parts: usize, tile: usize) -> ShapeBytes {
+        self.shape().uint(parts).uint(tile).uint(scratch_floats(self.hidden)).uint(sums_at(self.hidden))
     }
 }
 
@@ -53,7 +63,7 @@ pub(super) fn run_enter(queue: &mut GpuQueue, args: EnterArgs<'_>) -> Result<(),
     };
     match queue.backend() {
         Backend::Metal => enter_metal(queue, args, &sizes.shape()),
-        Backend::Cuda => enter_cuda(queue, args, &sizes.shape()),
+        Backend::Cuda => enter_cuda(queue, args, &sizes),
     }
 }
 
@@ -103,20 +113,26 @@ fn enter_metal(queue: &mut GpuQueue, args: EnterArgs<'_>, shape: &ShapeBytes) ->
     )
 }
 
-fn enter_cuda(queue: &mut GpuQueue, args: EnterArgs<'_>, shape: &ShapeBytes) -> Result<(), LaunchError> {
-    let (rows, hidden) = (args.rows, args.hidden);
-    LaunchError::check_limit("the hidden size", hidden, HIDDEN_MAX)?;
-    // A row of weights and the four streams.
-    let apart_bytes = count(2 * 4 * hidden * 4);
-    let apart_fits = apart_bytes <= queue.limits().shared_bytes_max;
-    if rows <= ENTER_APART_MAX && hidden <= ENTER_APART_HIDDEN_MAX && apart_fits {
-        return enter_apart(queue, args, shape, apart_bytes);
-    }
-    let EnterArgs { y, streams, mix, post, comb, weights, norm, normed, quantised, scratch, .. } = args;
+/// Blocks of a cluster that share a row of `hidden` columns; 1 where the chip has no clusters.
+fn parts(queue: &GpuQueue, rows: usize, hidden: usize) -> usize {
+    let digits = queue.limits().target.trim_end_matches(|c: char| c.is_ascii_lowercase());
+    let has_clusters = digits.parse::<u32>().is_ok_and(|capability| capability >= 90);
+    let held = PARTS.iter().zip(PARTS_MAX).filter(|(_, rows_max)| has_clusters && rows <= *rows_max);
+    held.map(|(parts, _)| *parts).find(|parts| hidden >= parts * SEGMENT).unwrap_or(1)
+}
+
+fn enter_cuda(queue: &mut GpuQueue, args: EnterArgs<'_>, sizes: &Sizes) -> Result<(), LaunchError> {
+    LaunchError::check_limit("the hidden size", sizes.hidden, HIDDEN_MAX)?;
+    let EnterArgs { y, streams, mix, post, comb, weights, norm, rows, hidden, normed, quantised, scratch, .. } = args;
+    let parts = parts(queue, rows, hidden);
+    let (entry, threads) = match parts {
+        1 => ("hyper_enter", ROW_THREADS),
+        _ => ("hyper_enter_split", 32 * count(hidden.div_ceil(SEGMENT).div_ceil(parts))),
+    };
     queue.launch_tuned(
         Launch {
             program: &PROGRAM,
-            entry: "hyper_enter",
+            entry,
             bindings: &mut [
                 y.map_or(Binding::Missing, Binding::Read),
                 Binding::Write(streams),
@@ -128,89 +144,94 @@ fn enter_cuda(queue: &mut GpuQueue, args: EnterArgs<'_>, shape: &ShapeBytes) -> 
                 optional(quantised),
                 Binding::Write(scratch),
             ],
-            shape: shape.bytes(),
-            groups: count(rows),
-            threads: ROW_THREADS,
-            shared_bytes: count(4 * hidden),
+            shape: sizes.cuda(parts, 0).bytes(),
+            groups: count(rows * parts),
+            threads,
+            shared_bytes: 0,
         },
-        OVERLAP,
+        Tuning { cluster: count(parts), ..OVERLAP },
     )?;
-    let mut bindings = vec![
-        Binding::Read(streams),
-        Binding::Write(mix),
-        Binding::Write(post),
-        Binding::Write(comb),
-        Binding::Read(weights.function),
-        Binding::Read(weights.base),
-        Binding::Read(weights.scale),
-    ];
-    let (entry, groups, shared_bytes) = if rows <= APART_MAX && apart_fits {
-        bindings.push(Binding::Write(scratch));
-        ("hyper_mixes_one", count(rows * ITEMS), apart_bytes)
-    } else {
-        ("hyper_mixes", count(rows.div_ceil(SHARING_ROWS)), SHARING_BYTES)
+    queue.beside(|queue| mixes_cuda(queue, sizes, streams, [mix, post, comb], weights, scratch))
+}
+
+/// The next mixes, which nobody reads before the sublayer's end.
+fn mixes_cuda(
+    queue: &mut GpuQueue,
+    sizes: &Sizes,
+    streams: &Buffer,
+    [mix, post, comb]: [&mut Buffer; 3],
+    weights: MixWeights<'_>,
+    scratch: &mut Buffer,
+) -> Result<(), LaunchError> {
+    let rows = sizes.rows;
+    let tile = (rows.div_ceil(8)).next_multiple_of(TILES.0).clamp(TILES.0, TILES.1);
+    let tiles = rows.div_ceil(tile);
+    let outputs = usize::from(rows <= ARRIVALS_MAX) << 4;
+    let shape = Sizes { outputs, ..*sizes }.cuda(1, tile);
+    let mut arrivals = match rows {
+        ..=ARRIVALS_MAX => Some(queue.take_counters("hyper", tiles)?),
+        _ => None,
     };
     queue.launch_tuned(
         Launch {
             program: &PROGRAM,
-            entry,
-            bindings: &mut bindings,
-            shape: shape.bytes(),
-            groups,
-            threads: MIX_THREADS,
-            shared_bytes,
-        },
-        OVERLAP,
-    )
-}
-
-/// Everything in one launch.
-fn enter_apart(
-    queue: &mut GpuQueue,
-    args: EnterArgs<'_>,
-    shape: &ShapeBytes,
-    shared_bytes: u32,
-) -> Result<(), LaunchError> {
-    let EnterArgs { y, streams, mix, post, comb, weights, norm, rows, normed, quantised, .. } = args;
-    let mut arrivals = queue.take_counters("hyper", rows * 32)?;
-    queue.launch_tuned(
-        Launch {
-            program: &PROGRAM,
-            entry: "hyper_enter_apart",
+            entry: "hyper_mixes",
             bindings: &mut [
-                y.map_or(Binding::Missing, Binding::Read),
-                Binding::Write(streams),
+                Binding::Read(streams),
                 Binding::Write(mix),
                 Binding::Write(post),
                 Binding::Write(comb),
                 Binding::Read(weights.function),
                 Binding::Read(weights.base),
                 Binding::Read(weights.scale),
-                Binding::Read(norm),
-                optional(normed),
-                optional(quantised),
-                Binding::Write(&mut arrivals),
+                Binding::Write(scratch),
+                optional(arrivals.as_mut()),
             ],
             shape: shape.bytes(),
-            groups: count(rows * (ITEMS + 1)),
-            threads: ROW_THREADS,
-            shared_bytes,
+            groups: count(tiles * chunks(sizes.hidden).div_ceil(CHUNKS_OF_BLOCK)),
+            threads: MIX_THREADS,
+            shared_bytes: 0,
         },
         OVERLAP,
     )?;
-    queue.keep_counters("hyper", arrivals);
-    Ok(())
+    if let Some(arrivals) = arrivals {
+        queue.keep_counters("hyper", arrivals);
+        return Ok(());
+    }
+    queue.launch_tuned(
+        Launch {
+            program: &PROGRAM,
+            entry: "hyper_finish",
+            bindings: &mut [
+                Binding::Write(scratch),
+                Binding::Write(mix),
+                Binding::Write(post),
+                Binding::Write(comb),
+                Binding::Read(weights.base),
+                Binding::Read(weights.scale),
+            ],
+            shape: shape.bytes(),
+            groups: count(rows.div_ceil(MIX_THREADS as usize / 32)),
+            threads: MIX_THREADS,
+            shared_bytes: 0,
+        },
+        OVERLAP,
+    )
 }
 
 pub(super) fn run_expand(queue: &mut GpuQueue, args: ExpandArgs<'_>) -> Result<(), LaunchError> {
     let ExpandArgs { y, streams, post, comb, rows, hidden } = args;
-    let (groups, threads) = a_thread_each(rows * hidden);
+    let sizes = Sizes { rows, hidden, ..Sizes::default() };
+    let ((groups, threads), shape) = match queue.backend() {
+        Backend::Metal => (a_thread_each(rows * hidden), sizes.shape()),
+        Backend::Cuda => (a_thread_each(rows * hidden / 4), sizes.cuda(1, 0)),
+    };
     queue.launch_tuned(
         Launch {
             program: &PROGRAM,
             entry: "hyper_expand",
             bindings: &mut [Binding::Read(y), Binding::Write(streams), Binding::Read(post), Binding::Read(comb)],
-            shape: Sizes { rows, hidden, ..Sizes::default() }.shape().bytes(),
+            shape: shape.bytes(),
             groups,
             threads,
             shared_bytes: 0,
@@ -223,11 +244,12 @@ pub(super) fn run_collapse(queue: &mut GpuQueue, args: CollapseArgs<'_>) -> Resu
     let CollapseArgs { streams, mix, norm, norm_eps, rows, hidden, collapsed, normed, quantised } = args;
     let outputs =
         usize::from(normed.is_some()) | usize::from(quantised.is_some()) << 1 | usize::from(collapsed.is_some()) << 2;
-    let ((groups, threads), shared_bytes) = match queue.backend() {
-        Backend::Metal => (a_simd_group_each(rows), 0),
+    let sizes = Sizes { rows, hidden, outputs, norm_eps, ..Sizes::default() };
+    let ((groups, threads), shape) = match queue.backend() {
+        Backend::Metal => (a_simd_group_each(rows), sizes.shape()),
         Backend::Cuda => {
             LaunchError::check_limit("the hidden size", hidden, HIDDEN_MAX)?;
-            ((count(rows), ROW_THREADS), count(4 * hidden))
+            ((count(rows), ROW_THREADS), sizes.cuda(1, 0))
         }
     };
     queue.launch_tuned(
@@ -242,10 +264,10 @@ pub(super) fn run_collapse(queue: &mut GpuQueue, args: CollapseArgs<'_>) -> Resu
                 optional(quantised),
                 optional(collapsed),
             ],
-            shape: Sizes { rows, hidden, outputs, norm_eps, ..Sizes::default() }.shape().bytes(),
+            shape: shape.bytes(),
             groups,
             threads,
-            shared_bytes,
+            shared_bytes: 0,
         },
         OVERLAP,
     )
@@ -254,16 +276,17 @@ pub(super) fn run_collapse(queue: &mut GpuQueue, args: CollapseArgs<'_>) -> Resu
 pub(super) fn run_tap(queue: &mut GpuQueue, args: TapArgs<'_>) -> Result<(), LaunchError> {
     let TapArgs { streams, rows, hidden, out, out_columns, out_offset, quantise } = args;
     let outputs = usize::from(quantise) << 1;
-    let (groups, threads) = match queue.backend() {
-        Backend::Metal => a_simd_group_each(rows),
-        Backend::Cuda => a_thread_each(rows * hidden / 4),
+    let sizes = Sizes { rows, hidden, outputs, out_columns, out_offset, ..Sizes::default() };
+    let ((groups, threads), shape) = match queue.backend() {
+        Backend::Metal => (a_simd_group_each(rows), sizes.shape()),
+        Backend::Cuda => (a_thread_each(rows * hidden / 4), sizes.cuda(1, 0)),
     };
     queue.launch_tuned(
         Launch {
             program: &PROGRAM,
             entry: "hyper_tap",
             bindings: &mut [Binding::Read(streams), Binding::Write(out)],
-            shape: Sizes { rows, hidden, outputs, out_columns, out_offset, ..Sizes::default() }.shape().bytes(),
+            shape: shape.bytes(),
             groups,
             threads,
             shared_bytes: 0,

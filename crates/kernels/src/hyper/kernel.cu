@@ -1,58 +1,105 @@
 // hyper: the hyper-connections of four residual streams; formulas and roundings in mod.rs.
-// A sublayer enters by two launches: hyper_enter (expand, collapse, norm: a row's input), then hyper_mixes or hyper_mixes_one
-// (the next mixes), which nothing reads before the sublayer's end; few rows by one, hyper_enter_apart.
+// A sublayer enters by hyper_enter (expand, collapse, norm: a row's input, which the next launch waits for) and hyper_mixes
+// (the next mixes, which nothing reads before the sublayer's end), of many rows with hyper_finish behind it.
 //
 // streams [rows, 4, hidden] f32 in place   y [rows, hidden] f32   mix, post [rows, 4] f32   comb [rows, 4, 4] f32 (source,
-// target)   function [24, 4 hidden] f32   base [24]   scale [3]   norm [hidden]   scratch [rows, 32] f32
-// grid hyper_enter, hyper_collapse: 640 threads a row, dynamic shared memory: the row. hyper_expand: a thread a column of a
-//      row, any block. hyper_mixes: 256 threads for 8 rows, dynamic shared memory: 68608 bytes. hyper_mixes_one: 256 threads
-//      for each of 25 items of a row, its outputs and its sum of squares, dynamic shared memory: a row of weights and the
-//      streams; the last to arrive (scratch holds their count) makes the mixes. hyper_enter_apart: 640 threads for each of 26
-//      items of a row, the 25 and its input, dynamic shared memory: the streams and a row of weights; arrivals [rows, 32] words,
-//      whose last is zero before and after. hyper_tap: a thread four columns of a row
-// sum  order::dot for the products (16 lanes an output), order::sum_squares for the squares, as on the CPU; the sums of four
-//      in index order
+// target)   function [24, 4 hidden] f32   base [24]   scale [3]   norm [hidden]   scratch [rows, row_floats] f32: a row's
+// sums of squares by segment, then from `sums_at` on 24 products of each chunk
+// grid hyper_enter, hyper_collapse: 640 threads a row. hyper_enter_split: a cluster of `parts` blocks a row, a warp a segment.
+//      hyper_mixes: 128 threads for two chunks of columns of `tile` rows; arrivals: a count of each tile, zero before and
+//      after. hyper_finish: a warp a row. hyper_expand, hyper_tap: a thread four columns of a row
+// sum  mirror.rs. Squares: a quad of columns is one chain (of the streams in turn), a segment of 32 quads folds by halves;
+//      lane l adds segments l, l + 32, ..; lanes fold by halves. Products: of a chunk of 320 columns lane l of 8 chains quads
+//      l, l + 8, ..; lanes fold by halves; lane l of 32 adds chunks l, l + 32, ..; lanes fold by halves. What is missing at
+//      an end is zero, every sum starts at zero. The sums of four in index order
 // max  hidden is a multiple of 32, at most 10240 (checked by launch)
 #include "prelude.cuh"
+#include "cluster.cuh"
 
 struct Shape {
-    u32 rows, hidden, iterations, outputs;  // outputs: bit 0 normed, bit 1 quantised, bit 2 collapsed, bit 3 y is given
+    u32 rows, hidden, iterations;
+    u32 outputs;  // bit 0 normed, 1 quantised, 2 collapsed; 3: y is given; 4: the last block of a tile makes its rows' mixes
     float hc_eps, norm_eps;
     u32 out_columns, out_offset;
+    u32 parts, tile, row_floats, sums_at;
 };
 
 constexpr u32 THREADS = 256, ROW_THREADS = 640, ROW_QUADS = 4, OUTPUTS = 24;
+constexpr u32 SEGMENT = 32, SEGMENTS_MAX = 80;
+constexpr u32 MIX_THREADS = 128, TEAM = 64, CHUNK = 80, LANES = 8, STEPS = CHUNK / LANES, OWN = 3, GROUP = 4, STAGES = 3;
+
+// bf16_round of two values; of a NaN another one.
+__device__ __forceinline__ void round_pair(float& a, float& b) {
+#if __CUDA_ARCH__ >= 800
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(b), "f"(a));
+    a = from_bits(pair << 16);
+    b = from_bits(pair & 0xffff0000u);
+#else
+    a = bf16_round(a);
+    b = bf16_round(b);
+#endif
+}
+
+__device__ __forceinline__ float4 round_quad(float4 v) {
+    float x = v.x, y = v.y, z = v.z, w = v.w;
+    round_pair(x, y);
+    round_pair(z, w);
+    v.x = x;
+    v.y = y;
+    v.z = z;
+    v.w = w;
+    return v;
+}
 
 // What a row's streams become: a column of each, times comb[i][j], plus post[j] times the sublayer's output.
 struct Expansion {
-    float comb[16], post[4];
+    float4 comb[4], post;
 
     __device__ __forceinline__ Expansion(const float* of_comb, const float* of_post) {
 #pragma unroll
-        for (u32 i = 0; i < 16; i++) comb[i] = of_comb[i];
-#pragma unroll
-        for (u32 i = 0; i < 4; i++) post[i] = of_post[i];
+        for (u32 i = 0; i < 4; i++) comb[i] = ((const float4*)of_comb)[i];
+        post = *(const float4*)of_post;
     }
 
+    __device__ __forceinline__ static float of(const float4& v, u32 j) { return j == 0 ? v.x : j == 1 ? v.y : j == 2 ? v.z : v.w; }
+
     __device__ __forceinline__ float stream(u32 j, float x0, float x1, float x2, float x3, float out) const {
-        float sum = comb[j] * x0;
-        sum = sum + comb[4 + j] * x1;
-        sum = sum + comb[8 + j] * x2;
-        sum = sum + comb[12 + j] * x3;
-        return bf16_round(sum + post[j] * out);
+        float sum = of(comb[0], j) * x0;
+        sum = sum + of(comb[1], j) * x1;
+        sum = sum + of(comb[2], j) * x2;
+        sum = sum + of(comb[3], j) * x3;
+        return sum + of(post, j) * out;
+    }
+
+    __device__ __forceinline__ void quads(float4 (&x)[4], const float4& out) const {
+        float4 next[4];
+#pragma unroll
+        for (u32 j = 0; j < 4; j++) {
+            next[j].x = stream(j, x[0].x, x[1].x, x[2].x, x[3].x, out.x);
+            next[j].y = stream(j, x[0].y, x[1].y, x[2].y, x[3].y, out.y);
+            next[j].z = stream(j, x[0].z, x[1].z, x[2].z, x[3].z, out.z);
+            next[j].w = stream(j, x[0].w, x[1].w, x[2].w, x[3].w, out.w);
+            next[j] = round_quad(next[j]);
+        }
+#pragma unroll
+        for (u32 j = 0; j < 4; j++) x[j] = next[j];
     }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 hyper_expand(const float* y, float* streams, const float* post, const float* comb, const Shape shape) {
     wait_for_inputs();
-    const u32 item = blockIdx.x * blockDim.x + threadIdx.x, hidden = shape.hidden, row = item / hidden, c = item % hidden;
+    const u32 quads = shape.hidden / 4, item = blockIdx.x * THREADS + threadIdx.x, row = item / quads, quad = item % quads;
     if (row >= shape.rows) return;
     const Expansion expansion(comb + row * 16, post + row * 4);
-    float* x = streams + row * 4 * hidden + c;
-    const float x0 = x[0], x1 = x[hidden], x2 = x[2 * hidden], x3 = x[3 * hidden], out = y[row * hidden + c];
+    float4* const to = (float4*)streams + row * 4 * quads + quad;
+    float4 x[4];
 #pragma unroll
-    for (u32 j = 0; j < 4; j++) x[j * hidden] = expansion.stream(j, x0, x1, x2, x3, out);
+    for (u32 j = 0; j < 4; j++) x[j] = to[j * quads];
+    expansion.quads(x, ((const float4*)y)[item]);
+#pragma unroll
+    for (u32 j = 0; j < 4; j++) to[j * quads] = x[j];
 }
 
 // ((v0 + v1) + v2) + v3 over lanes base, base + step, ...
@@ -62,12 +109,187 @@ __device__ __forceinline__ float sum4(float value, u32 base, u32 step) {
     return ((v0 + v1) + v2) + v3;
 }
 
-__device__ __forceinline__ float collapse_column(float x0, float x1, float x2, float x3, const float (&m)[4]) {
-    float sum = m[0] * x0;
-    sum = sum + m[1] * x1;
-    sum = sum + m[2] * x2;
-    sum = sum + m[3] * x3;
-    return bf16_round(sum);
+__device__ __forceinline__ float collapse_column(float x0, float x1, float x2, float x3, const float4& m) {
+    float sum = m.x * x0;
+    sum = sum + m.y * x1;
+    sum = sum + m.z * x2;
+    return sum + m.w * x3;
+}
+
+__device__ __forceinline__ float4 collapse_quad(const float4 (&x)[4], const float4& m) {
+    float4 u;
+    u.x = collapse_column(x[0].x, x[1].x, x[2].x, x[3].x, m);
+    u.y = collapse_column(x[0].y, x[1].y, x[2].y, x[3].y, m);
+    u.z = collapse_column(x[0].z, x[1].z, x[2].z, x[3].z, m);
+    u.w = collapse_column(x[0].w, x[1].w, x[2].w, x[3].w, m);
+    return round_quad(u);
+}
+
+__device__ __forceinline__ float add_squares(const float4& v, float sum) {
+    sum = fma_own(v.x, v.x, sum);
+    sum = fma_own(v.y, v.y, sum);
+    sum = fma_own(v.z, v.z, sum);
+    return fma_own(v.w, v.w, sum);
+}
+
+__device__ __forceinline__ float add_products(const float4& w, const float4& v, float sum) {
+    sum = fma_own(w.x, v.x, sum);
+    sum = fma_own(w.y, v.y, sum);
+    sum = fma_own(w.z, v.z, sum);
+    return fma_own(w.w, v.w, sum);
+}
+
+__device__ __forceinline__ float fold32(float value) {
+    value = value + __shfl_xor_sync(WARP, value, 16);
+    return fold16(value);
+}
+
+// The part of a row's columns that a block has, four in a quad: a warp has whole segments, WARPS apart.
+template <u32 QUADS>
+struct RowPart {
+    float4 norm[QUADS], u[QUADS];
+    u32 row, rank, quads, segments, warps, first;
+
+    __device__ __forceinline__ RowPart(u32 parts, const Shape& shape) {
+        row = blockIdx.x / parts;
+        rank = blockIdx.x % parts;
+        quads = shape.hidden / 4;
+        segments = (quads + SEGMENT - 1) / SEGMENT;
+        warps = blockDim.x / 32;
+        first = rank * warps + threadIdx.x / 32;
+    }
+
+    // A thread's quad of its i-th segment; the segments of a row's blocks follow each other where a block has one a warp.
+    __device__ __forceinline__ u32 segment(u32 i) const { return first + i * warps; }
+    __device__ __forceinline__ u32 quad(u32 i) const { return segment(i) * SEGMENT + threadIdx.x % 32; }
+
+    // Before the inputs are there.
+    __device__ __forceinline__ void load_norm(const float* weight) {
+#pragma unroll
+        for (u32 i = 0; i < QUADS; i++) norm[i] = quad(i) < quads ? ((const float4*)weight)[quad(i)] : zero_quad();
+    }
+
+    // The norm of the collapsed row. With parts the blocks of the cluster have met before.
+    template <bool SPLIT>
+    __device__ __forceinline__ void finish(float* sums, u64* meeting, float* normed, float* quantised, float* collapsed,
+                                           const Shape& shape) {
+        const u32 lane = threadIdx.x % 32;
+#pragma unroll
+        for (u32 i = 0; i < QUADS; i++) {
+            // The same for all lanes of a warp, here and below.
+            if (segment(i) >= segments) break;
+            const float sum = fold32(add_squares(u[i], 0.0f));
+            if (SPLIT && lane < shape.parts) leave_in_cluster(sums + segment(i), meeting, lane, sum);
+            if (!SPLIT && lane == 0) sums[segment(i)] = sum;
+        }
+        if (SPLIT) wait_for_words(meeting);
+        else __syncthreads();
+        float squares = 0.0f;
+#pragma unroll
+        for (u32 i = 0; i < SEGMENTS_MAX; i += 32) squares = squares + (i + lane < segments ? sums[i + lane] : 0.0f);
+        const float factor = inverse_rms(fold32(squares), shape.hidden, shape.norm_eps);
+#pragma unroll
+        for (u32 i = 0; i < QUADS; i++) {
+            if (segment(i) >= segments) break;
+            const u32 at = row * quads + quad(i);
+            float4 value;
+            value.x = norm[i].x * (u[i].x * factor);
+            value.y = norm[i].y * (u[i].y * factor);
+            value.z = norm[i].z * (u[i].z * factor);
+            value.w = norm[i].w * (u[i].w * factor);
+            value = round_quad(value);
+            const float4 rounded = (shape.outputs & 2) != 0 ? fp8_round_quad(value) : value;
+            if (quad(i) >= quads) continue;
+            if ((shape.outputs & 4) != 0) ((float4*)collapsed)[at] = u[i];
+            if ((shape.outputs & 1) != 0) ((float4*)normed)[at] = value;
+            if ((shape.outputs & 2) != 0) ((float4*)quantised)[at] = rounded;
+        }
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(ROW_THREADS)
+hyper_collapse(const float* streams, const float* mix, const float* norm, float* normed, float* quantised, float* collapsed,
+               const Shape shape) {
+    __shared__ float sums[SEGMENTS_MAX];
+    RowPart<ROW_QUADS> part(1, shape);
+    part.load_norm(norm);
+    wait_for_inputs();
+    const u32 row = part.row, quads = part.quads;
+    const float4* from = (const float4*)streams + row * 4 * quads;
+    const float4 m = ((const float4*)mix)[row];
+#pragma unroll
+    for (u32 i = 0; i < ROW_QUADS; i++) {
+        float4 x[4];
+#pragma unroll
+        for (u32 j = 0; j < 4; j++) x[j] = part.quad(i) < quads ? from[j * quads + part.quad(i)] : zero_quad();
+        part.u[i] = collapse_quad(x, m);
+    }
+    part.finish<false>(sums, nullptr, normed, quantised, collapsed, shape);
+}
+
+// Expands the streams where y is given, collapses them with the mix of the sublayer before, and leaves the sums of their
+// squares by segment for the mixes.
+template <u32 QUADS, bool SPLIT>
+__device__ __forceinline__ void enter(const float* y, float* streams, const float* mix, const float* post, const float* comb,
+                                      const float* norm, float* normed, float* quantised, float* scratch,
+                                      const Shape& shape) {
+    __shared__ float sums[SEGMENTS_MAX];
+    __shared__ u64 meeting;
+    RowPart<QUADS> part(SPLIT ? shape.parts : 1, shape);
+    part.load_norm(norm);
+    if (SPLIT) {
+        if (threadIdx.x == 0) expect_words(&meeting, part.segments);
+        __syncwarp();
+        arrive_in_cluster();
+    }
+    wait_for_inputs();
+    const u32 row = part.row, quads = part.quads;
+    float4* const to = (float4*)streams + row * 4 * quads;
+    const float4* out = (const float4*)y + row * quads;
+    float all[QUADS];
+    const bool expands = (shape.outputs & 8) != 0;
+    const float4 m = ((const float4*)mix)[row];
+    const Expansion expansion(comb + row * 16, post + row * 4);
+#pragma unroll
+    for (u32 i = 0; i < QUADS; i++) {
+        if (part.segment(i) >= part.segments) break;
+        const u32 quad = part.quad(i);
+        const bool inside = quad < quads;
+        float4 x[4];
+#pragma unroll
+        for (u32 j = 0; j < 4; j++) x[j] = inside ? to[j * quads + quad] : zero_quad();
+        if (expands) {
+            expansion.quads(x, inside ? out[quad] : zero_quad());
+#pragma unroll
+            for (u32 j = 0; j < 4; j++) {
+                if (inside) to[j * quads + quad] = x[j];
+            }
+        }
+        part.u[i] = collapse_quad(x, m);
+        all[i] = 0.0f;
+#pragma unroll
+        for (u32 j = 0; j < 4; j++) all[i] = add_squares(x[j], all[i]);
+    }
+    if (SPLIT) wait_for_cluster();
+    part.template finish<SPLIT>(sums, &meeting, normed, quantised, nullptr, shape);
+#pragma unroll
+    for (u32 i = 0; i < QUADS; i++) {
+        if (part.segment(i) >= part.segments) break;
+        const float squares = fold32(all[i]);
+        if (threadIdx.x % 32 == 0) scratch[row * shape.row_floats + part.segment(i)] = squares;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(ROW_THREADS)
+hyper_enter(const float* y, float* streams, const float* mix, const float* post, const float* comb, const float* norm,
+            float* normed, float* quantised, float* scratch, const Shape shape) {
+    enter<ROW_QUADS, false>(y, streams, mix, post, comb, norm, normed, quantised, scratch, shape);
+}
+
+extern "C" __global__ void __launch_bounds__(ROW_THREADS)
+hyper_enter_split(const float* y, float* streams, const float* mix, const float* post, const float* comb, const float* norm,
+                  float* normed, float* quantised, float* scratch, const Shape shape) {
+    enter<1, true>(y, streams, mix, post, comb, norm, normed, quantised, scratch, shape);
 }
 
 // The next mixes of a row, by one warp whose lane l holds z[l]: 24 products, then the sum of squares.
@@ -95,418 +317,152 @@ __device__ __forceinline__ void make_mixes(float z, float* mix, float* post, flo
     if (lane < 16) comb[row * 16 + lane] = value;
 }
 
-// A row's columns, four in a quad, a thread having up to ROW_QUADS of them.
-struct RowQuads {
-    float4 norm[ROW_QUADS], u[ROW_QUADS];
-
-    // Before the inputs are there.
-    __device__ __forceinline__ void load_norm(const float* weight, u32 quads) {
+// Adds up a row's sums of squares and products, by one warp, and makes its mixes.
+__device__ __forceinline__ void finish_row(float* scratch, float* mix, float* post, float* comb, const float* base,
+                                           const float* scale, u32 row, u32 chunks, u32 lane, const Shape& shape) {
+    float* const own = scratch + row * shape.row_floats;
+    const u32 segments = (shape.hidden / 4 + SEGMENT - 1) / SEGMENT;
+    float squares = 0.0f, sums[OUTPUTS];
 #pragma unroll
-        for (u32 i = 0; i < ROW_QUADS; i++) {
-            const u32 quad = i * ROW_THREADS + threadIdx.x;
-            norm[i] = quad < quads ? ((const float4*)weight)[quad] : zero_quad();
-        }
+    for (u32 i = 0; i < SEGMENTS_MAX; i += 32) {
+        squares = squares + (i + lane < segments ? from_bits(left_word((u32*)own + i + lane)) : 0.0f);
     }
-
-    // The norm of the collapsed row; `row_quads` holds it once all have written theirs.
-    __device__ __forceinline__ void finish(float4* row_quads, float* normed, float* quantised, float* collapsed, u32 row,
-                                           const Shape& shape) {
-        __shared__ float factor_of_row;
-        const u32 thread = threadIdx.x, lane = thread % 32, hidden = shape.hidden, quads = hidden / 4;
 #pragma unroll
-        for (u32 i = 0; i < ROW_QUADS; i++) {
-            const u32 quad = i * ROW_THREADS + thread;
-            if (quad < quads) row_quads[quad] = u[i];
-        }
-        __syncthreads();
-        if (thread < 32) {
-            const float squares = sum_squares((const float*)row_quads, hidden, lane);
-            if (lane == 0) factor_of_row = inverse_rms(squares, hidden, shape.norm_eps);
-        }
-        __syncthreads();
-        const float factor = factor_of_row;
+    for (u32 o = 0; o < OUTPUTS; o++) sums[o] = 0.0f;
+    // Two chunks' sums are on their way at once.
+    for (u32 chunk = lane; chunk - lane < chunks; chunk += 64) {
+        float4 left[2][OUTPUTS / 4];
 #pragma unroll
-        for (u32 i = 0; i < ROW_QUADS; i++) {
-            // The same for all lanes of a warp.
-            if (i * ROW_THREADS + thread - lane >= quads) break;
-            const u32 quad = i * ROW_THREADS + thread, at = row * quads + quad;
-            const float4 value = scale_quad(norm[i], u[i], factor);
-            const float4 rounded = (shape.outputs & 2) != 0 ? fp8_round_quad(value) : value;
-            if (quad >= quads) continue;
-            if ((shape.outputs & 4) != 0) ((float4*)collapsed)[at] = u[i];
-            if ((shape.outputs & 1) != 0) ((float4*)normed)[at] = value;
-            if ((shape.outputs & 2) != 0) ((float4*)quantised)[at] = rounded;
-        }
-    }
-};
-
-__device__ __forceinline__ float4 collapse_quad(float4 x0, float4 x1, float4 x2, float4 x3, const float (&m)[4]) {
-    float4 u;
-    u.x = collapse_column(x0.x, x1.x, x2.x, x3.x, m);
-    u.y = collapse_column(x0.y, x1.y, x2.y, x3.y, m);
-    u.z = collapse_column(x0.z, x1.z, x2.z, x3.z, m);
-    u.w = collapse_column(x0.w, x1.w, x2.w, x3.w, m);
-    return u;
-}
-
-extern "C" __global__ void __launch_bounds__(ROW_THREADS)
-hyper_collapse(const float* streams, const float* mix, const float* norm, float* normed, float* quantised, float* collapsed,
-               const Shape shape) {
-    extern __shared__ float4 row_quads[];
-    const u32 row = blockIdx.x, quads = shape.hidden / 4;
-    RowQuads of_row;
-    of_row.load_norm(norm, quads);
-    wait_for_inputs();
-    const float4* x = (const float4*)streams + row * 4 * quads;
-    const float m[4] = {mix[row * 4], mix[row * 4 + 1], mix[row * 4 + 2], mix[row * 4 + 3]};
+        for (u32 half = 0; half < 2; half++) {
+            float4* const from = (float4*)(own + shape.sums_at + (chunk + 32 * half) * OUTPUTS);
 #pragma unroll
-    for (u32 i = 0; i < ROW_QUADS; i++) {
-        const u32 quad = i * ROW_THREADS + threadIdx.x;
-        of_row.u[i] = quad < quads
-            ? collapse_quad(x[quad], x[quads + quad], x[2 * quads + quad], x[3 * quads + quad], m)
-            : zero_quad();
-    }
-    of_row.finish(row_quads, normed, quantised, collapsed, row, shape);
-}
-
-// Expands the streams where y is given, collapses them with the mix of the sublayer before, and sets the row's count of
-// hyper_mixes_one back.
-extern "C" __global__ void __launch_bounds__(ROW_THREADS)
-hyper_enter(const float* y, float* streams, const float* mix, const float* post, const float* comb, const float* norm,
-            float* normed, float* quantised, u32* scratch, const Shape shape) {
-    extern __shared__ float4 row_quads[];
-    const u32 row = blockIdx.x, quads = shape.hidden / 4;
-    RowQuads of_row;
-    of_row.load_norm(norm, quads);
-    wait_for_inputs();
-    float4* x = (float4*)streams + row * 4 * quads;
-    const float4* out = (const float4*)y + row * quads;
-    const float m[4] = {mix[row * 4], mix[row * 4 + 1], mix[row * 4 + 2], mix[row * 4 + 3]};
-    const bool expands = (shape.outputs & 8) != 0;
-    const Expansion expansion(comb + row * 16, post + row * 4);
-    // Two quads' streams are fetched before the first is written.
-#pragma unroll
-    for (u32 first = 0; first < ROW_QUADS; first += 2) {
-        if (first * ROW_THREADS >= quads) {
-            of_row.u[first] = of_row.u[first + 1] = zero_quad();
-            continue;
-        }
-        float4 in[2][4], o[2];
-#pragma unroll
-        for (u32 i = 0; i < 2; i++) {
-            const u32 quad = (first + i) * ROW_THREADS + threadIdx.x;
-            const bool inside = quad < quads;
-#pragma unroll
-            for (u32 j = 0; j < 4; j++) in[i][j] = inside ? x[j * quads + quad] : zero_quad();
-            o[i] = inside && expands ? out[quad] : zero_quad();
+            for (u32 i = 0; i < OUTPUTS / 4; i++) left[half][i] = chunk + 32 * half < chunks ? left_quad(from + i) : zero_quad();
         }
 #pragma unroll
-        for (u32 i = 0; i < 2; i++) {
-            const u32 quad = (first + i) * ROW_THREADS + threadIdx.x;
-            if (expands) {
-                float4 next[4];
+        for (u32 half = 0; half < 2; half++) {
 #pragma unroll
-                for (u32 j = 0; j < 4; j++) {
-                    next[j].x = expansion.stream(j, in[i][0].x, in[i][1].x, in[i][2].x, in[i][3].x, o[i].x);
-                    next[j].y = expansion.stream(j, in[i][0].y, in[i][1].y, in[i][2].y, in[i][3].y, o[i].y);
-                    next[j].z = expansion.stream(j, in[i][0].z, in[i][1].z, in[i][2].z, in[i][3].z, o[i].z);
-                    next[j].w = expansion.stream(j, in[i][0].w, in[i][1].w, in[i][2].w, in[i][3].w, o[i].w);
-                    if (quad < quads) x[j * quads + quad] = next[j];
-                }
-#pragma unroll
-                for (u32 j = 0; j < 4; j++) in[i][j] = next[j];
-            }
-            of_row.u[first + i] = collapse_quad(in[i][0], in[i][1], in[i][2], in[i][3], m);
-        }
-    }
-    if (threadIdx.x == 0) scratch[row * 32 + OUTPUTS + 1] = 0;
-    of_row.finish(row_quads, normed, quantised, nullptr, row, shape);
-}
-
-// One chain of 16 lanes from `begin` to `end`; lanes 16..31 repeat lanes 0..15. The factors of the next steps are fetched
-// while those of the last ones are added up.
-__device__ __forceinline__ float add_products(float sum, const float* weight, const float* x, u32 begin, u32 end) {
-    constexpr u32 STEPS = 16;
-    float w[STEPS], v[STEPS];
-    u32 c = begin;
-    if (c + 16 * STEPS <= end) {
-#pragma unroll
-        for (u32 i = 0; i < STEPS; i++) w[i] = weight[c + 16 * i], v[i] = x[c + 16 * i];
-        for (c += 16 * STEPS; c + 16 * STEPS <= end; c += 16 * STEPS) {
-            float next_w[STEPS], next_v[STEPS];
-#pragma unroll
-            for (u32 i = 0; i < STEPS; i++) next_w[i] = weight[c + 16 * i], next_v[i] = x[c + 16 * i];
-#pragma unroll
-            for (u32 i = 0; i < STEPS; i++) sum = fma_own(w[i], v[i], sum);
-#pragma unroll
-            for (u32 i = 0; i < STEPS; i++) w[i] = next_w[i], v[i] = next_v[i];
-        }
-#pragma unroll
-        for (u32 i = 0; i < STEPS; i++) sum = fma_own(w[i], v[i], sum);
-    }
-    for (; c < end; c += 16) sum = fma_own(weight[c], x[c], sum);
-    return sum;
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-hyper_mixes_one(const float* streams, float* mix, float* post, float* comb, const float* function, const float* base,
-                const float* scale, u32* scratch, const Shape shape) {
-    extern __shared__ float4 staged[];
-    const u32 thread = threadIdx.x, lane = thread % 32, width = 4 * shape.hidden, quads = width / 4;
-    const u32 row = blockIdx.x / (OUTPUTS + 1), output = blockIdx.x % (OUTPUTS + 1);
-    float4* const staged_x = staged + quads;
-    // Weights do not depend on the launch before.
-    if (output < OUTPUTS) {
-        const float4* weight = (const float4*)(function + output * width);
-        for (u32 quad = thread; quad < quads; quad += THREADS) copy_async_16(staged + quad, weight + quad);
-    }
-    end_copy_group();
-    wait_for_inputs();
-    const float4* x = (const float4*)(streams + row * width);
-    // The streams come in four parts, so that the first may be added up while the others are on their way.
-    const u32 part = (quads / 4 + 3) / 4 * 4;
-#pragma unroll
-    for (u32 i = 0; i < 4; i++) {
-        for (u32 quad = i * part + thread; quad < min((i + 1) * part, quads); quad += THREADS) copy_async_16(staged_x + quad, x + quad);
-        end_copy_group();
-    }
-    const float* weights = (const float*)staged + lane % 16;
-    const float* values = (const float*)staged_x + lane % 16;
-    const bool adds = thread < 32 && output < OUTPUTS;
-    float sum = 0.0f;
-    wait_for_copy_groups<3>();
-    __syncthreads();
-    if (adds) sum = add_products(sum, weights, values, 0, min(4 * part, width));
-    wait_for_copy_groups<2>();
-    __syncthreads();
-    if (adds) sum = add_products(sum, weights, values, 4 * part, min(8 * part, width));
-    wait_for_copy_groups<1>();
-    __syncthreads();
-    if (adds) sum = add_products(sum, weights, values, 8 * part, min(12 * part, width));
-    wait_for_copy_groups<0>();
-    __syncthreads();
-    if (thread >= 32) return;
-    if (adds) sum = fold16(add_products(sum, weights, values, 12 * part, width));
-    if (output == OUTPUTS) sum = sum_squares((const float*)staged_x, width, lane);
-
-    u32* const z = scratch + row * 32;
-    u32 arrived = 0;
-    if (lane == 0) {
-        leave_word(z + output, to_bits(sum));
-        arrived = arrive_last(z + OUTPUTS + 1);
-    }
-    if (__shfl_sync(WARP, arrived, 0) != OUTPUTS) return;
-    // The last one: what the others left before they arrived is seen.
-    __syncwarp();
-    const float value = lane <= OUTPUTS ? from_bits(left_word(z + lane)) : 0.0f;
-    make_mixes(value, mix, post, comb, base, scale, row, lane, shape);
-}
-
-// hyper_enter and hyper_mixes_one at once, hidden at most 5120: every block expands the row's streams for itself, one after the
-// other, so that a stream is added up while the next is made. The last block to arrive writes the streams and makes the mixes:
-// nobody reads the old ones any more.
-extern "C" __global__ void __launch_bounds__(ROW_THREADS)
-hyper_enter_apart(const float* y, float* streams, float* mix, float* post, float* comb, const float* function,
-                  const float* base, const float* scale, const float* norm, float* normed, float* quantised, u32* arrivals,
-                  const Shape shape) {
-    constexpr u32 ITEMS = OUTPUTS + 2, INPUT = OUTPUTS + 1, OWN = 2, COUNT = 31;
-    extern __shared__ float4 staged[];
-    __shared__ u32 arrived_before;
-    const u32 thread = threadIdx.x, lane = thread % 32, hidden = shape.hidden, quads = hidden / 4;
-    const u32 row = blockIdx.x / ITEMS, item = blockIdx.x % ITEMS;
-    float4* const weights = staged + 4 * quads;
-    // Weights do not depend on the launch before.
-    if (item < OUTPUTS) {
-        const float4* weight = (const float4*)(function + item * 4 * hidden);
-        for (u32 quad = thread; quad < 4 * quads; quad += ROW_THREADS) copy_async_16(weights + quad, weight + quad);
-    }
-    end_copy_group();
-    wait_for_inputs();
-    const bool expands = (shape.outputs & 8) != 0;
-    float4* x = (float4*)streams + row * 4 * quads;
-    const float4* out = (const float4*)y + row * quads;
-    float4 in[OWN][4], o[OWN];
-#pragma unroll
-    for (u32 i = 0; i < OWN; i++) {
-        const u32 quad = i * ROW_THREADS + thread;
-        const bool inside = quad < quads;
-#pragma unroll
-        for (u32 j = 0; j < 4; j++) in[i][j] = inside ? x[j * quads + quad] : zero_quad();
-        o[i] = inside && expands ? out[quad] : zero_quad();
-    }
-    const Expansion expansion(comb + row * 16, post + row * 4);
-    const bool adds = thread < 32 && item < OUTPUTS;
-    float sum = 0.0f;
-    wait_for_copy_groups<0>();
-#pragma unroll
-    for (u32 j = 0; j < 4; j++) {
-#pragma unroll
-        for (u32 i = 0; i < OWN; i++) {
-            const u32 quad = i * ROW_THREADS + thread;
-            float4 next = in[i][j];
-            if (expands) {
-                next.x = expansion.stream(j, in[i][0].x, in[i][1].x, in[i][2].x, in[i][3].x, o[i].x);
-                next.y = expansion.stream(j, in[i][0].y, in[i][1].y, in[i][2].y, in[i][3].y, o[i].y);
-                next.z = expansion.stream(j, in[i][0].z, in[i][1].z, in[i][2].z, in[i][3].z, o[i].z);
-                next.w = expansion.stream(j, in[i][0].w, in[i][1].w, in[i][2].w, in[i][3].w, o[i].w);
-            }
-            if (quad < quads) staged[j * quads + quad] = next;
-        }
-        __syncthreads();
-        if (adds) {
-            sum = add_products(sum, (const float*)weights + lane % 16, (const float*)staged + lane % 16, j * hidden, (j + 1) * hidden);
-        }
-    }
-    if (adds) sum = fold16(sum);
-    if (thread < 32 && item == OUTPUTS) sum = sum_squares((const float*)staged, 4 * hidden, lane);
-    if (item == INPUT) {
-        const float m[4] = {mix[row * 4], mix[row * 4 + 1], mix[row * 4 + 2], mix[row * 4 + 3]};
-        RowQuads of_row;
-        of_row.load_norm(norm, quads);
-#pragma unroll
-        for (u32 i = 0; i < ROW_QUADS; i++) {
-            const u32 quad = i * ROW_THREADS + thread;
-            of_row.u[i] = quad < quads ? collapse_quad(staged[quad], staged[quads + quad], staged[2 * quads + quad],
-                                                       staged[3 * quads + quad], m)
-                                       : zero_quad();
-        }
-        of_row.finish(weights, normed, quantised, nullptr, row, shape);
-    }
-
-    // Where the block's threads met, they had read what the last one is to write.
-    u32* const z = arrivals + row * 32;
-    if (thread == 0) {
-        if (item <= OUTPUTS) leave_word(z + item, to_bits(sum));
-        arrived_before = arrive_last(z + COUNT);
-    }
-    __syncthreads();
-    if (arrived_before != ITEMS - 1) return;
-    if (expands) {
-#pragma unroll
-        for (u32 i = 0; i < OWN; i++) {
-            const u32 quad = i * ROW_THREADS + thread;
-#pragma unroll
-            for (u32 j = 0; j < 4; j++) {
-                if (quad < quads) x[j * quads + quad] = staged[j * quads + quad];
+            for (u32 i = 0; i < OUTPUTS / 4; i++) {
+                sums[4 * i] = sums[4 * i] + left[half][i].x;
+                sums[4 * i + 1] = sums[4 * i + 1] + left[half][i].y;
+                sums[4 * i + 2] = sums[4 * i + 2] + left[half][i].z;
+                sums[4 * i + 3] = sums[4 * i + 3] + left[half][i].w;
             }
         }
     }
-    if (thread >= 32) return;
-    const float value = lane <= OUTPUTS ? from_bits(left_word(z + lane)) : 0.0f;
-    make_mixes(value, mix, post, comb, base, scale, row, lane, shape);
-    if (lane == 0) leave_word(z + COUNT, 0);
+    float z = fold32(squares);
+#pragma unroll
+    for (u32 o = 0; o < OUTPUTS; o++) {
+        const float sum = fold32(sums[o]);
+        if (lane == o) z = sum;
+    }
+    make_mixes(z, mix, post, comb, base, scale, row, lane, shape);
 }
 
-// All outputs of 8 rows. A chunk of columns lies in shared memory while the next is on its way: weights with their second half
-// of outputs shifted by half of the banks, streams as four rows side by side. Six warps have four outputs each, two of them in
-// each half of the lanes; the seventh has the sums of squares.
-extern "C" __global__ void __launch_bounds__(THREADS)
-hyper_mixes(const float* streams, float* mix, float* post, float* comb, const float* function, const float* base,
-            const float* scale, const Shape shape) {
-    constexpr u32 ROWS = 8, CHUNK = 256, STRIDE = CHUNK + 16;
-    constexpr u32 WEIGHT_QUADS = OUTPUTS * CHUNK / 4 / THREADS, SIDE = OUTPUTS * STRIDE / 4 + 2 * CHUNK;
-    extern __shared__ float4 staged[];
-    __shared__ float sums[ROWS][32];
-    const u32 thread = threadIdx.x, lane = thread % 32, warp = thread / 32, width = 4 * shape.hidden;
-    const u32 first_row = blockIdx.x * ROWS, rows = min(shape.rows - first_row, ROWS);
-    float4 next_weight[WEIGHT_QUADS], next_x[2];
-    const auto load_weights = [&](u32 first) {
+// One chunk's products of up to ROWS rows side by side in shared memory; lane 0, 1 or 2 of each eight leaves one.
+template <u32 ROWS>
+__device__ __forceinline__ void add_rows(const float4 (&weights)[OWN][STEPS], const float4 (&staged)[GROUP][CHUNK], u32 slot,
+                                         bool leaves, float* to, u32 row_floats, u32 rows) {
+    float sums[ROWS][OWN];
 #pragma unroll
-        for (u32 i = 0; i < WEIGHT_QUADS; i++) {
-            const u32 quad = i * THREADS + thread, c = first + quad % (CHUNK / 4) * 4;
-            next_weight[i].x = next_weight[i].y = next_weight[i].z = next_weight[i].w = 0.0f;
-            if (c < width) next_weight[i] = *(const float4*)(function + quad / (CHUNK / 4) * width + c);
-        }
-    };
-    const auto load_x = [&](u32 first) {
-        const u32 c = first + thread;
+    for (u32 r = 0; r < ROWS; r++) {
 #pragma unroll
-        for (u32 i = 0; i < 2; i++) {
-            const float* x = streams + (first_row + 4 * i) * width + c;
-            const u32 here = c < width && rows > 4 * i ? rows - 4 * i : 0;
-            next_x[i].x = here > 0 ? x[0] : 0.0f;
-            next_x[i].y = here > 1 ? x[width] : 0.0f;
-            next_x[i].z = here > 2 ? x[2 * width] : 0.0f;
-            next_x[i].w = here > 3 ? x[3 * width] : 0.0f;
-        }
-    };
-    const auto store = [&](u32 side) {
-        float4* to = staged + side * SIDE;
+        for (u32 o = 0; o < OWN; o++) sums[r][o] = 0.0f;
+    }
 #pragma unroll
-        for (u32 i = 0; i < WEIGHT_QUADS; i++) {
-            const u32 quad = i * THREADS + thread;
-            to[quad / (CHUNK / 4) * (STRIDE / 4) + quad % (CHUNK / 4)] = next_weight[i];
-        }
-        to += OUTPUTS * STRIDE / 4 + thread;
-        to[0] = next_x[0];
-        to[CHUNK] = next_x[1];
-    };
-
-    // Of the outputs: two chains by eight rows. Of the squares: even and odd by eight rows.
-    float acc[2][ROWS];
+    for (u32 i = 0; i < STEPS; i++) {
 #pragma unroll
-    for (u32 r = 0; r < ROWS; r++) acc[0][r] = acc[1][r] = 0.0f;
-    load_weights(0);
-    wait_for_inputs();
-    load_x(0);
-    store(0);
-    for (u32 first = 0, side = 0; first < width; first += CHUNK, side ^= 1) {
-        __syncthreads();
-        if (first + CHUNK < width) load_weights(first + CHUNK), load_x(first + CHUNK);
-        const float* weight = (const float*)(staged + side * SIDE);
-        const float4* x = staged + side * SIDE + OUTPUTS * STRIDE / 4;
-        const u32 end = min(CHUNK, width - first);
-        const auto add = [&](float (&to)[ROWS], float factor, const float4& low, const float4& high) {
-            to[0] = fma_own(factor, low.x, to[0]);
-            to[1] = fma_own(factor, low.y, to[1]);
-            to[2] = fma_own(factor, low.z, to[2]);
-            to[3] = fma_own(factor, low.w, to[3]);
-            to[4] = fma_own(factor, high.x, to[4]);
-            to[5] = fma_own(factor, high.y, to[5]);
-            to[6] = fma_own(factor, high.z, to[6]);
-            to[7] = fma_own(factor, high.w, to[7]);
-        };
-        if (warp < 6) {
-            const float* own = weight + (4 * warp + lane / 16) * STRIDE + lane % 16;
-#pragma unroll 4
-            for (u32 c = 0; c < end; c += 16) {
-                const float4 low = x[c + lane % 16], high = x[CHUNK + c + lane % 16];
-                add(acc[0], own[c], low, high);
-                add(acc[1], own[2 * STRIDE + c], low, high);
-            }
-        } else if (warp == 6) {
-            const auto square = [&](float (&to)[ROWS], u32 c) {
-                const float4 low = x[c], high = x[CHUNK + c];
-                to[0] = fma_own(low.x, low.x, to[0]);
-                to[1] = fma_own(low.y, low.y, to[1]);
-                to[2] = fma_own(low.z, low.z, to[2]);
-                to[3] = fma_own(low.w, low.w, to[3]);
-                to[4] = fma_own(high.x, high.x, to[4]);
-                to[5] = fma_own(high.y, high.y, to[5]);
-                to[6] = fma_own(high.z, high.z, to[6]);
-                to[7] = fma_own(high.w, high.w, to[7]);
-            };
-            for (u32 c = lane; c < end; c += 64) {
-                square(acc[0], c);
-                if (c + 32 < end) square(acc[1], c + 32);
-            }
+        for (u32 r = 0; r < ROWS; r++) {
+            const float4 x = staged[r][slot + LANES * i];
+#pragma unroll
+            for (u32 o = 0; o < OWN; o++) sums[r][o] = add_products(weights[o][i], x, sums[r][o]);
         }
-        if (first + CHUNK < width) store(side ^ 1);
     }
 #pragma unroll
     for (u32 r = 0; r < ROWS; r++) {
-        if (warp < 6) {
-            const float first = fold16(acc[0][r]), second = fold16(acc[1][r]);
-            if (lane % 16 == 0) sums[r][4 * warp + lane / 16] = first, sums[r][4 * warp + 2 + lane / 16] = second;
-        } else if (warp == 6) {
-            const float squares = fold_four(acc[0][r], acc[1][r]);
-            if (lane == 0) sums[r][OUTPUTS] = squares;
+#pragma unroll
+        for (u32 o = 0; o < OWN; o++) {
+            float sum = sums[r][o];
+            sum = sum + __shfl_xor_sync(WARP, sum, 4);
+            sum = sum + __shfl_xor_sync(WARP, sum, 2);
+            sums[r][o] = sum + __shfl_xor_sync(WARP, sum, 1);
+        }
+        const float own = slot == 0 ? sums[r][0] : slot == 1 ? sums[r][1] : sums[r][2];
+        if (leaves && r < rows) leave_word((u32*)(to + r * row_floats), to_bits(own));
+    }
+}
+
+// Products of the streams and the function. Two teams of two warps have a chunk of columns each: a thread keeps its weights,
+// three outputs by every eighth quad, and takes rows as they arrive in shared memory.
+extern "C" __global__ void __launch_bounds__(MIX_THREADS, 2)
+hyper_mixes(const float* streams, float* mix, float* post, float* comb, const float* function, const float* base,
+            const float* scale, float* scratch, u32* arrivals, const Shape shape) {
+    __shared__ float4 staged[MIX_THREADS / TEAM][STAGES][GROUP][CHUNK];
+    __shared__ u32 arrived_before;
+    const u32 thread = threadIdx.x, lane = thread % 32, team = thread / TEAM, member = thread % TEAM, slot = lane % LANES;
+    const u32 quads = shape.hidden, chunks = (quads + CHUNK - 1) / CHUNK, blocks = (chunks + 1) / 2;
+    const u32 tile = blockIdx.x / blocks, chunk = blockIdx.x % blocks * 2 + team, first = chunk * CHUNK;
+    const u32 own = member / LANES * OWN;
+    float4 weights[OWN][STEPS];
+#pragma unroll
+    for (u32 o = 0; o < OWN; o++) {
+        const float4* weight = (const float4*)function + (own + o) * quads;
+#pragma unroll
+        for (u32 i = 0; i < STEPS; i++) {
+            const u32 quad = first + slot + LANES * i;
+            weights[o][i] = quad < quads ? weight[quad] : zero_quad();
         }
     }
+    wait_for_inputs();
+    const u32 first_row = tile * shape.tile, rows = min(shape.rows - first_row, shape.tile);
+    const u32 groups = (rows + GROUP - 1) / GROUP;
+    const float4* x = (const float4*)streams + first_row * quads;
+    // A quarter of a team fetches a row, every sixteenth quad a thread.
+    const u32 fetched = member % 16, fetched_row = member / 16;
+    const auto fetch = [&](u32 group) {
+        if (group * GROUP + fetched_row < rows) {
+            float4* const to = &staged[team][group % STAGES][fetched_row][fetched];
+            const float4* from = x + (group * GROUP + fetched_row) * quads + first + fetched;
+#pragma unroll
+            for (u32 i = 0; i < CHUNK; i += 16) {
+                if (first + fetched + i < quads) copy_async_16(to + i, from + i);
+                else to[i] = zero_quad();
+            }
+        }
+        end_copy_group();
+    };
+    fetch(0);
+    fetch(1);
+    const bool leaves = slot < OWN && chunk < chunks;
+    float* to = scratch + first_row * shape.row_floats + shape.sums_at + chunk * OUTPUTS + own + slot;
+    for (u32 group = 0; group < groups; group++) {
+        wait_for_copy_groups<1>();
+        __syncthreads();
+        fetch(group + 2);
+        const u32 here = min(rows - group * GROUP, GROUP);
+        const auto& rows_of_group = staged[team][group % STAGES];
+        if (here == 1) add_rows<1>(weights, rows_of_group, slot, leaves, to, shape.row_floats, here);
+        else add_rows<GROUP>(weights, rows_of_group, slot, leaves, to, shape.row_floats, here);
+        to += GROUP * shape.row_floats;
+    }
+    if ((shape.outputs & 16) == 0) return;
+
     __syncthreads();
-    if (warp >= rows) return;
-    const float z = lane <= OUTPUTS ? sums[warp][lane] : 0.0f;
-    make_mixes(z, mix, post, comb, base, scale, first_row + warp, lane, shape);
+    if (thread == 0) arrived_before = arrive_last(arrivals + tile);
+    __syncthreads();
+    if (arrived_before != blocks - 1) return;
+    // The last one: what the others left before they arrived is seen.
+    if (thread == 0) leave_word(arrivals + tile, 0);
+    for (u32 r = thread / 32; r < rows; r += MIX_THREADS / 32) {
+        finish_row(scratch, mix, post, comb, base, scale, first_row + r, chunks, lane, shape);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(MIX_THREADS)
+hyper_finish(float* scratch, float* mix, float* post, float* comb, const float* base, const float* scale, const Shape shape) {
+    const u32 lane = threadIdx.x % 32, row = blockIdx.x * (MIX_THREADS / 32) + threadIdx.x / 32;
+    wait_for_inputs();
+    if (row >= shape.rows) return;
+    finish_row(scratch, mix, post, comb, base, scale, row, (shape.hidden + CHUNK - 1) / CHUNK, lane, shape);
 }
 
 // out[r][out_offset + c] = bf16((((X0 + X1) + X2) + X3) * 0.25), with QDQ8 where bit 1 of outputs is set

@@ -1,4 +1,4 @@
-use super::{CollapseArgs, EnterArgs, ExpandArgs, MIXES, SCRATCH_FLOATS, STREAMS, TapArgs, cpu, gpu};
+use super::{CollapseArgs, EnterArgs, ExpandArgs, MIXES, STREAMS, TapArgs, cpu, gpu, scratch_floats};
 use tf_device::{LaunchError, Queue};
 
 /// Expands the sublayer before (with `y`), computes this sublayer's mixes and its normalised input.
@@ -22,7 +22,8 @@ pub fn launch_enter(queue: &mut Queue, args: EnterArgs<'_>) -> Result<(), Launch
     LaunchError::check_shape("the mix base", args.weights.base.len_of::<f32>(), MIXES)?;
     LaunchError::check_shape("the mix scale", args.weights.scale.len_of::<f32>(), 3)?;
     LaunchError::check_shape("the weight of a norm", args.norm.len_of::<f32>(), hidden)?;
-    LaunchError::check_room("the scratch of the mixes", args.scratch.len_of::<f32>(), rows * SCRATCH_FLOATS)?;
+    let scratch = rows * scratch_floats(hidden);
+    LaunchError::check_room("the scratch of the mixes", args.scratch.len_of::<f32>(), scratch)?;
     for out in [&args.normed, &args.quantised].into_iter().flatten() {
         LaunchError::check_room("the input of a sublayer", out.len_of::<f32>(), rows * hidden)?;
     }

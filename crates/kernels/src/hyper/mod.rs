@@ -19,13 +19,14 @@
 //!   `hc_eps`); then `iterations - 1` times: divide by (row sum + `hc_eps`), by (column sum + `hc_eps`). Sums in index order.
 //! - `tap`: `bf16((((X0 + X1) + X2) + X3) * 0.25)`, with QDQ8 where asked for.
 //!
-//! Sums over columns: `function @ v` in [`crate::order::dot`] (one accumulator of 16 lanes an output); the sum of squares in
-//! [`crate::order::sum_squares`]. Mixes stay float32.
+//! Sums over columns: `function @ v` in [`crate::order::dot`] (one accumulator of 16 lanes an output); the sums of squares in
+//! [`crate::order::sum_squares`]; on CUDA both in the orders of [`mirror`]. Mixes stay float32.
 
 pub(crate) mod contract;
 mod cpu;
 mod gpu;
 mod launch;
+pub mod mirror;
 pub mod reference;
 
 pub use launch::{launch_collapse, launch_enter, launch_expand, launch_tap};
@@ -36,8 +37,14 @@ use tf_device::Buffer;
 pub const STREAMS: usize = 4;
 /// Values of `z`: `pre`, `post` and `comb`.
 pub const MIXES: usize = 2 * STREAMS + STREAMS * STREAMS;
+/// Of a row's scratch on backends that add every product up at once.
+const SCRATCH_FLOATS: usize = 32;
+
 /// Floats of [`EnterArgs::scratch`] a row.
-pub const SCRATCH_FLOATS: usize = 32;
+pub const fn scratch_floats(hidden: usize) -> usize {
+    let parts = mirror::sums_at(hidden) + mirror::chunks(hidden) * MIXES;
+    if parts > SCRATCH_FLOATS { parts } else { SCRATCH_FLOATS }
+}
 
 /// The learned part of the mixes of one sublayer.
 #[derive(Clone, Copy)]
@@ -81,7 +88,7 @@ pub struct EnterArgs<'a> {
     pub normed: Option<&'a mut Buffer>,
     /// `[rows, hidden]` f32: the same after QDQ8.
     pub quantised: Option<&'a mut Buffer>,
-    /// `[rows, SCRATCH_FLOATS]` f32.
+    /// `[rows, scratch_floats(hidden)]` f32.
     pub scratch: &'a mut Buffer,
 }
 

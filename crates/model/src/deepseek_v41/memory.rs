@@ -109,7 +109,7 @@ fn activation_bytes(shape: &Shape, rows: usize, context: usize, threads: usize) 
     let (hidden, streams) = (shape.hidden_size, shape.stream_width());
     let experts = shape.n_routed_experts.max(shape.dspark_n_routed_experts);
     let picks = shape.num_experts_per_tok.max(shape.dspark_num_experts_per_tok);
-    let connections = shape.hc_mult * (shape.hc_mult + 2) + hyper::SCRATCH_FLOATS;
+    let connections = shape.hc_mult * (shape.hc_mult + 2) + hyper::scratch_floats(hidden);
     let queries = 2 * shape.q_lora_rank + 2 * shape.query_width() + shape.o_groups * shape.o_lora_rank;
     let index = (shape.index_n_heads + 1) * shape.index_head_dim + shape.index_n_heads;
     let selected = shape.index_topk + shape.candidate_topk_blocks + 2;

@@ -101,7 +101,7 @@ impl Scratch {
             post: row(shape.hc_mult)?,
             comb: row(shape.hc_mult * shape.hc_mult)?,
             y: row(hidden)?,
-            hyper: row(hyper::SCRATCH_FLOATS)?,
+            hyper: row(hyper::scratch_floats(hidden))?,
             normed: row(hidden)?,
             quantised: row(hidden)?,
             low: row(shape.q_lora_rank)?,
