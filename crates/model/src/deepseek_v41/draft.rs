@@ -166,7 +166,7 @@ pub(super) fn block_attention(
     index: usize,
 ) -> Result<(), LaunchError> {
     let frequencies = step.tables.frequencies(0);
-    forward::project_keys_and_queries(step, w, set, None, frequencies)?;
+    forward::project_keys_and_queries(step, w, set, frequencies)?;
     let Step { shape, queue, scratch: s, .. } = step;
     attention::launch(
         queue,

@@ -281,10 +281,11 @@ fn backbone_layer(
     if plan.enter(layer) != plan.keys(layer) {
         step.scratch.shrink(step.queue, shape, enter, keys)?;
     }
-    project_keys_and_queries(step, w, keys, (plan.keys(layer) != plan.out(layer)).then_some(out), frequencies)?;
+    project_keys(step, w, keys, (plan.keys(layer) != plan.out(layer)).then_some(out), frequencies)?;
     if w.indexer.is_some() {
         select(step, w, round, layer, out, frequencies)?;
     }
+    project_queries(step, w, out.len())?;
     attend(step, w, round, layer, keys, out, frequencies)?;
     write_ring(step, round, layer, keys)?;
     attention_output(step, w, out.len())?;
@@ -422,8 +423,19 @@ pub(super) fn source_index(shape: &Shape, layer: usize) -> usize {
     shape.kv_source_layer_ids.iter().position(|id| *id == source).expect("a source is in the list")
 }
 
-/// Window records of the rows `keys`, and queries of the rows `out` where those are fewer.
+/// Window records and queries of the rows `set`.
 pub(super) fn project_keys_and_queries(
+    step: &mut Step<'_>,
+    w: &Layer,
+    set: &RowSet,
+    frequencies: &[f32],
+) -> Result<(), LaunchError> {
+    project_keys(step, w, set, None, frequencies)?;
+    project_queries(step, w, set.len())
+}
+
+/// Window records of the rows `keys`, and what queries are made of, of the rows `out` where those are fewer.
+fn project_keys(
     step: &mut Step<'_>,
     w: &Layer,
     keys: &RowSet,
@@ -442,18 +454,17 @@ pub(super) fn project_keys_and_queries(
             fp8(queue, &s.quantised, out.len(), &w.attention.wq_a, &mut s.low, Finish::Bf16)?;
         }
     }
-    kv_store::launch(
-        queue,
-        kv_store::Args {
-            x: &s.k,
-            norm: &w.attention.kv_norm,
-            eps: shape.rms_norm_eps,
-            rows: &keys.rows,
-            frequencies,
-            head_dim: shape.head_dim,
-            records: &mut s.records,
-        },
-    )?;
+    let records = kv_store::Args {
+        x: &s.k,
+        norm: &w.attention.kv_norm,
+        eps: shape.rms_norm_eps,
+        rows: &keys.rows,
+        frequencies,
+        head_dim: shape.head_dim,
+        records: &mut s.records,
+    };
+    // Attention is the first to read them.
+    queue.beside(|queue| kv_store::launch(queue, records))?;
     let rows = out.unwrap_or(keys).len();
     rms_norm::launch(
         queue,
@@ -466,7 +477,12 @@ pub(super) fn project_keys_and_queries(
             normed: None,
             quantised: Some(&mut s.low_quantised),
         },
-    )?;
+    )
+}
+
+/// The queries of attention.
+fn project_queries(step: &mut Step<'_>, w: &Layer, rows: usize) -> Result<(), LaunchError> {
+    let Step { queue, scratch: s, .. } = step;
     fp8(queue, &s.low_quantised, rows, &w.attention.wq_b, &mut s.q, Finish::Bf16)
 }
 
@@ -594,16 +610,15 @@ fn write_ring(step: &mut Step<'_>, round: &mut Round<'_>, layer: usize, keys: &R
         _ => &keys.windows,
     };
     let ring_len = round.cache.layout().ring_len as usize;
-    kv_store::launch_ring(
-        step.queue,
-        kv_store::RingArgs {
-            records: &step.scratch.records,
-            windows,
-            head_dim: step.shape.head_dim,
-            ring: &mut round.cache.windows[layer],
-            ring_len,
-        },
-    )
+    let args = kv_store::RingArgs {
+        records: &step.scratch.records,
+        windows,
+        head_dim: step.shape.head_dim,
+        ring: &mut round.cache.windows[layer],
+        ring_len,
+    };
+    // Nothing of this round reads them there.
+    step.queue.beside(|queue| kv_store::launch_ring(queue, args))
 }
 
 /// Leaves out the positions that a rejected row has written before.

@@ -104,7 +104,7 @@ impl<'a> Parts<'a> {
         let w = &weights.layers[layer];
         let frequencies = step.tables.frequencies(step.shape.ratio(layer));
         let set = round.rows.full();
-        forward::project_keys_and_queries(&mut step, w, set, None, frequencies)?;
+        forward::project_keys_and_queries(&mut step, w, set, frequencies)?;
         forward::attend(&mut step, w, &mut round, layer, set, set, frequencies)?;
         forward::attention_output(&mut step, w, set.len())?;
         self.output()
@@ -118,7 +118,7 @@ impl<'a> Parts<'a> {
         let w = &weights.layers[layer];
         let frequencies = step.tables.frequencies(step.shape.ratio(layer));
         let set = round.rows.full();
-        forward::project_keys_and_queries(&mut step, w, set, None, frequencies)?;
+        forward::project_keys_and_queries(&mut step, w, set, frequencies)?;
         forward::select(&mut step, w, &mut round, layer, set, frequencies)?;
         let width = step.shape.index_topk;
         let (selected, counts) =
