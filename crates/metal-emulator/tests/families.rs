@@ -99,3 +99,13 @@ fn emulated_cuda_keeps_to_alignment_where_a_record_has_an_odd_number_of_bytes() 
         hold(device_with(Rigour::Once).unwrap(), sizes, &[3], "", 20);
     }
 }
+
+#[test]
+fn emulated_cuda_scores_any_number_of_heads_and_blocks_of_an_odd_number_of_entries() {
+    if common::ready("emulated_cuda_scores_any_number_of_heads_and_blocks_of_an_odd_number_of_entries") {
+        let sizes = Sizes { index_heads: 20, index_head_dim: 96, blocks_max: 9, block_size: 5, context: 301, ..TINY };
+        hold(cuda_device(Rigour::Proven).unwrap(), sizes, &[8], "index_score", 3);
+        let sizes = Sizes { index_heads: 64, index_head_dim: 128, blocks_max: 9, block_size: 12, context: 301, ..TINY };
+        hold(cuda_device(Rigour::Once).unwrap(), sizes, &[7], "index_score", 3);
+    }
+}

@@ -19,8 +19,7 @@ const REPLAYS: usize = 20;
 /// The release with as much context as it takes.
 const LONG: Sizes = Sizes { name: "long", context: 1_048_000, ..RELEASE };
 
-/// The release with so many positions that the selection of a row takes more shared memory than the driver gives unasked, and
-/// still one block.
+/// The release where a row's list is one block's, but several keys a thread.
 const MIDDLE: Sizes = Sizes { name: "middle", context: 9001, ..RELEASE };
 
 fn main() -> Result<()> {

@@ -2,14 +2,16 @@
 
 use super::Role::{Bytes, Floats, Input, Work};
 use super::{Case, Mirror, Role, Run, Sizes};
-use tf_device::Buffer;
+use std::rc::Rc;
 use tf_device::gpu::{Plain, bytes_of};
+use tf_device::{Buffer, Queue};
 use tf_kernels::rows::{EntryInfo, Pages, RowInfo, WindowInfo, completed_entries, visible};
 use tf_kernels::top_k::{CandidateList, CandidateShape, Candidates};
 use tf_kernels::{
     attention, embed, engram, hyper, index_key, index_query, index_score, kv_compress, kv_store, moe_route, quantise,
     rms_norm,
 };
+use tf_numerics::lanes::Level;
 
 /// Makes a family's cases for a number of rows and the CPU's threads.
 pub type Make = fn(Sizes, usize, usize) -> Vec<Case>;
@@ -437,12 +439,17 @@ fn index_keys(sizes: Sizes, rows: usize, entries: Vec<EntryInfo>, head_dim: usiz
     )
 }
 
-/// Pages of index keys with random codes.
+/// Pages of index keys with random codes; now and then a scale is large, zero or none.
 fn index_pages(random: &mut Random, entries: usize, head_dim: usize) -> Vec<u8> {
     let mut pages = Vec::new();
     for _ in 0..entries / index_key::BLOCK {
         pages.extend(random.bytes(index_key::BLOCK * head_dim / 2));
-        pages.extend(random.scales(index_key::BLOCK * head_dim / 32, 122));
+        let scales = random.scales(index_key::BLOCK * head_dim / 32, 122);
+        pages.extend(
+            scales
+                .into_iter()
+                .map(|scale| if random.below(60) > 0 { scale } else { [0, 140, 200, 255][random.below(4)] }),
+        );
     }
     pages
 }
@@ -495,6 +502,46 @@ fn index(sizes: Sizes, rows: usize, _threads: usize) -> Vec<Case> {
     cases
 }
 
+/// One launch that scores and selects.
+struct Select {
+    of: Rows,
+    ratio: u32,
+    table: Table,
+    heads: usize,
+    head_dim: usize,
+    top_k: usize,
+    mode: &'static str,
+    shape: CandidateShape,
+}
+
+impl Select {
+    fn args<'a>(&'a self, buffers: &'a mut [Buffer]) -> index_score::SelectArgs<'a> {
+        take!([queries, weights, keys, scratch, selected, counts, blocks, block_counts] = buffers);
+        let scored = index_score::Scored {
+            queries,
+            weights,
+            rows: &self.of.rows,
+            ratio: self.ratio,
+            keys,
+            pages: self.table.pages(),
+            heads: self.heads,
+            head_dim: self.head_dim,
+        };
+        let shape = self.shape;
+        let candidates = match self.mode {
+            "index_score/select" => Candidates::None,
+            "index_score/publish" => Candidates::Publish { shape, blocks, counts: block_counts },
+            _ => Candidates::Restrict(CandidateList { shape, blocks, counts: block_counts }),
+        };
+        index_score::SelectArgs { scored, top_k: self.top_k, candidates, scratch, selected, counts }
+    }
+}
+
+/// Rows that a tile of scores holds: few, so that there are several, and of many rows as many as the model's.
+fn tile_rows(rows: usize) -> usize {
+    if rows > 100 { rows } else { rows.min(8) }
+}
+
 /// One launch that scores and selects, of queries and their weights.
 fn selection(
     sizes: Sizes,
@@ -519,7 +566,7 @@ fn selection(
     let keys = index_pages(random, entries, head_dim);
     let (blocks, block_counts) = candidate_blocks(&of.rows, ratio, shape);
     let stride = most.next_multiple_of(16);
-    let scratch = stride * rows.min(8);
+    let scratch = stride * tile_rows(rows);
     let role = if mode == "index_score/publish" { Bytes } else { Input };
     let candidates = |kept: Vec<u32>| if role == Bytes { vec![0; 4 * kept.len()] } else { bytes(&kept) };
     let buffers = vec![
@@ -534,32 +581,13 @@ fn selection(
     ];
     let looked_at = if mode == "index_score/restrict" { shape.blocks_max * shape.block_size } else { most };
     let moved = of.slots * looked_at * index_key::record_bytes(head_dim) + rows * looked_at * 8;
-    case(
-        mode,
-        rows,
-        buffers,
-        moved,
-        Box::new(move |queue, buffers| {
-            take!([queries, weights, keys, scratch, selected, counts, blocks, block_counts] = buffers);
-            let scored = index_score::Scored {
-                queries,
-                weights,
-                rows: &of.rows,
-                ratio,
-                keys,
-                pages: table.pages(),
-                heads,
-                head_dim,
-            };
-            let candidates = match mode {
-                "index_score/select" => Candidates::None,
-                "index_score/publish" => Candidates::Publish { shape, blocks, counts: block_counts },
-                _ => Candidates::Restrict(CandidateList { shape, blocks, counts: block_counts }),
-            };
-            let args = index_score::SelectArgs { scored, top_k, candidates, scratch, selected, counts };
-            index_score::launch_select(queue, args)
-        }),
-    )
+    let select = Rc::new(Select { of, ratio, table, heads, head_dim, top_k, mode, shape });
+    let mirrored = Rc::clone(&select);
+    let run: Run = Box::new(move |queue, buffers| index_score::launch_select(queue, select.args(buffers)));
+    case(mode, rows, buffers, moved, run).mirrored(Box::new(move |buffers| {
+        let host = &mut Queue::cpu(1, Level::best());
+        index_score::launch_select_in_steps(host, mirrored.args(buffers)).expect("the device takes the same arguments");
+    }))
 }
 
 /// Entries of each row, spread over what it sees, of every fourth row few, and how many they are.

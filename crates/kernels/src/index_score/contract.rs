@@ -1,18 +1,20 @@
 //! What must hold of the index scores and of the selection made from them.
 
-use super::{Args, Scored, SelectArgs, launch, launch_select, reference};
+use super::{Args, Scored, SelectArgs, launch, launch_select, reference, steps};
 use crate::contract::*;
 use crate::index_key::{BLOCK, page_bytes};
 use crate::reference_formats::{e2m1_decode, e8m0_decode};
 use crate::rows::{Pages, visible};
 use crate::top_k::{ALL_BLOCKS, CandidateList, CandidateShape, Candidates, reference as selection};
+use tf_numerics::bf16;
 
 pub const INDEX_SCORE: Contract = Contract {
     name: "index_score",
     formula: "score[r][j] = sum_h weights[r][h] * max(queries[r][h] . key[j], 0), j < (position + 1) / ratio",
     shapes: "queries [rows, heads, head_dim] f32, weights [rows, heads] f32, keys in pages of index_key, scores \
         [rows, stride] f32",
-    order: "a dot product is one fused chain over the columns ascending, the heads another",
+    order: "a dot product is one fused chain over the columns ascending, the heads another; on CUDA a chain of tensor-core steps, \
+        and the heads in four chains, folded in pairs",
     bound: "(head_dim + heads + 1) U times the sum of absolute products",
     cases: &[
         Case { name: "wide", rows: 128, sizes: &[("heads", 8), ("head_dim", 64), ("entries", 90), ("ratio", 1)] },
@@ -21,6 +23,11 @@ pub const INDEX_SCORE: Contract = Contract {
             name: "release heads",
             rows: 6,
             sizes: &[("heads", 64), ("head_dim", 128), ("entries", 40), ("ratio", 2)],
+        },
+        Case {
+            name: "large scales",
+            rows: 7,
+            sizes: &[("heads", 20), ("head_dim", 96), ("entries", 50), ("ratio", 1), ("scale", 40)],
         },
     ],
     make: make_scores,
@@ -39,6 +46,20 @@ pub const INDEX_SCORE: Contract = Contract {
             "adds the heads from the last (Metal)",
             "for (uint h = 0u; h < here; h++) {\n            total",
             "for (uint g = 0u; g < here; g++) {\n            const uint h = here - 1u - g;\n            total",
+        ),
+        cuda("leaves the rectifier out (CUDA)", "max_second(own[0], 0.0f)", "own[0]"),
+        cuda("takes a neighbour's codes (CUDA)", "low[2] = mul_bf16x2(two_codes<1>(x), first);", "low[2] = low[0];"),
+        cuda("takes the first scale (CUDA)", "shape.head_dim * 8 + 16 * p", "shape.head_dim * 8"),
+        cuda("leaves out what a large scale has above one factor (CUDA)", "(all & 0x8080u) != 0", "false"),
+        cuda(
+            "rounds a head's product by itself (CUDA)",
+            "fma_own(w.y, max_second(own[1], 0.0f), sum)",
+            "sum + w.y * max_second(own[1], 0.0f)",
+        ),
+        cuda(
+            "takes the neighbours' weights (CUDA)",
+            "const float2 w = *(const float2*)(weight + 8 * (n + k) + 2 * t);",
+            "const float2 w = *(const float2*)(weight + 8 * (n + k) + 2 * (t ^ 1));",
         ),
     ],
     standard: STANDARD_CONTROLS,
@@ -106,6 +127,20 @@ pub const SELECT: Contract = Contract {
             "shape.restricted != 0u &&",
             "shape.restricted == 2u &&",
         ),
+        cuda("scores entries that are no candidates (CUDA)", "shape.restricted != 0 ?", "shape.restricted == 2 ?"),
+        cuda("gives every row the first one's queries (CUDA)", "query + r * of_row", "query"),
+        cuda(
+            "leaves a group's last row out (CUDA)",
+            "r < from + count; r++",
+            "r + (count > 1 ? 1 : 0) < from + count; r++",
+        ),
+        Control::cuda(
+            "takes the tail of the last block (CUDA)",
+            Gate::Value,
+            include_str!("../top_k/kernel.cu"),
+            "row.entries -= min(end > row.seen ? end - row.seen : 0, shape.block_size);",
+            "",
+        ),
     ],
     standard: STANDARD_CONTROLS,
 };
@@ -113,6 +148,11 @@ pub const SELECT: Contract = Contract {
 /// An edit of this family's Metal source, which gate 1 must notice.
 const fn metal(name: &'static str, find: &'static str, replace: &'static str) -> Control {
     Control::metal(name, Gate::Value, include_str!("kernel.metal"), find, replace)
+}
+
+/// The same of its CUDA source.
+const fn cuda(name: &'static str, find: &'static str, replace: &'static str) -> Control {
+    Control::cuda(name, Gate::Value, include_str!("kernel.cu"), find, replace)
 }
 
 const ENTRIES_PER_PAGE: usize = 32;
@@ -145,7 +185,11 @@ fn make(case: &Case, seed: u64, whole: bool) -> Index {
     let key = |values: &mut Values| {
         let codes = values.bytes(entries * head_dim / 2);
         // Whole numbers: one scale, so that every score is exact and ties are real.
-        let scales = if whole { vec![127; entries * head_dim / 32] } else { values.e8m0(entries * head_dim / 32, -3) };
+        let scales = if whole {
+            vec![127; entries * head_dim / 32]
+        } else {
+            values.e8m0(entries * head_dim / 32, case.size("scale") as i32 - 3)
+        };
         (codes, scales)
     };
     let keys: Vec<_> = (0..SEQUENCES).map(|_| key(&mut values)).collect();
@@ -368,6 +412,18 @@ impl World for Scores {
         let free: Vec<_> = (0..picks.len()).map(|place| place * stride..(place + 1) * stride).collect();
         stage.ranges_and_free::<f32>(scores, promised, &free);
         Ok(())
+    }
+
+    fn stepped(&self, row: usize) -> Option<Vec<u32>> {
+        let index = &self.0;
+        let (heads, head_dim) = (index.heads, index.head_dim);
+        let weights = &index.weights[row * heads..][..heads];
+        let query = steps::Query::new(&index.queries[row * heads * head_dim..][..heads * head_dim], weights, head_dim);
+        let score = |entry: usize| {
+            let key = index.key(Index::sequence(row), entry);
+            query.score(&steps::chain(head_dim, |column| bf16::from_f32(key[column] as f32))).to_bits()
+        };
+        Some((0..index.seen(row)).map(score).collect())
     }
 
     fn expected(&self, row: usize) -> Vec<Expected> {

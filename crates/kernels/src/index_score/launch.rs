@@ -1,4 +1,4 @@
-use super::{Args, HEAD_DIM_MAX, HEADS_MAX, Scored, SelectArgs, cpu, gpu};
+use super::{Args, HEAD_DIM_MAX, HEADS_MAX, Scored, SelectArgs, cpu, gpu, steps};
 use crate::index_key::{check_key_cache, page_bytes};
 use crate::rows::visible;
 use crate::top_k::{self, Candidates, check_candidates, check_selection};
@@ -12,6 +12,15 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
     if args.tile.is_empty() {
         return Ok(());
     }
+    check(&args)?;
+    match queue.launching("index_score") {
+        Queue::Cpu(queue) => cpu::run(queue, args),
+        Queue::Gpu(queue) => gpu::run(queue, args)?,
+    }
+    Ok(())
+}
+
+fn check(args: &Args<'_>) -> Result<(), LaunchError> {
     LaunchError::check_limit("the end of a tile", args.tile.end, args.scored.rows.len())?;
     check_scored(&args.scored)?;
     LaunchError::check_shape("the stride of the scores", args.stride, args.stride.next_multiple_of(16))?;
@@ -25,10 +34,6 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
         LaunchError::check_room("the candidate blocks", list.blocks.len_of::<u32>(), rows * list.shape.blocks_max)?;
         LaunchError::check_room("the counts of candidate blocks", list.counts.len_of::<u32>(), rows)?;
     }
-    match queue.launching("index_score") {
-        Queue::Cpu(queue) => cpu::run(queue, args),
-        Queue::Gpu(queue) => gpu::run(queue, args)?,
-    }
     Ok(())
 }
 
@@ -37,6 +42,26 @@ pub fn launch(queue: &mut Queue, args: Args<'_>) -> Result<(), LaunchError> {
 /// # Errors
 /// As [`launch`]; [`LaunchError::Shape`] when the scratch holds less than one row's scores.
 pub fn launch_select(queue: &mut Queue, args: SelectArgs<'_>) -> Result<(), LaunchError> {
+    select_with(queue, args, launch)
+}
+
+/// As [`launch_select`] on a CPU, with scores in the order of CUDA, step by step: what such a device is compared with.
+///
+/// # Errors
+/// As [`launch_select`].
+pub fn launch_select_in_steps(queue: &mut Queue, args: SelectArgs<'_>) -> Result<(), LaunchError> {
+    select_with(queue, args, |_, args| {
+        check(&args)?;
+        steps::run(args);
+        Ok(())
+    })
+}
+
+fn select_with(
+    queue: &mut Queue,
+    args: SelectArgs<'_>,
+    score: fn(&mut Queue, Args<'_>) -> Result<(), LaunchError>,
+) -> Result<(), LaunchError> {
     let SelectArgs { scored, top_k, mut candidates, scratch, selected, counts } = args;
     let rows = scored.rows.len();
     if rows == 0 {
@@ -58,7 +83,7 @@ pub fn launch_select(queue: &mut Queue, args: SelectArgs<'_>) -> Result<(), Laun
                 Candidates::None | Candidates::Publish { .. } => None,
             };
             let (tile, scores) = (tile.clone(), &mut *scratch);
-            launch(queue, Args { scored, tile, skip_visible: top_k, restrict, scores, stride })?;
+            score(queue, Args { scored, tile, skip_visible: top_k, restrict, scores, stride })?;
         }
         let candidates = match &mut candidates {
             Candidates::None => Candidates::None,

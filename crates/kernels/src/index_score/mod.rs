@@ -7,16 +7,18 @@
 //! keep everything they see are not scored at all. A row restricted to candidate blocks is scored on those only; its scores
 //! are then compact: the entries of its first block, of its second, and so on.
 //!
-//! Shapes and types: see [`Args`]. Rounding: none, scores are float32. Order: each dot product is one chain of fused
-//! multiply-adds over the columns ascending; the heads add up in one such chain, ascending.
+//! Shapes and types: see [`Args`]. Rounding: none, scores are float32. Order on a CPU and on Metal: each dot product is one
+//! chain of fused multiply-adds over the columns ascending; the heads add up in one such chain, ascending. On CUDA: the steps of
+//! the tensor core, see [`launch_select_in_steps`] and `steps.rs`, where a query that bf16 does not hold is rounded to it.
 
 pub(crate) mod contract;
 mod cpu;
 mod gpu;
 mod launch;
 pub mod reference;
+mod steps;
 
-pub use launch::{launch, launch_select};
+pub use launch::{launch, launch_select, launch_select_in_steps};
 
 use crate::rows::{Pages, RowInfo};
 use crate::top_k::{CandidateList, Candidates};
