@@ -30,6 +30,7 @@ pub(crate) const CASES: &[Case] = &[
     Case { name: "odd tile", rows: 9, sizes: &[("columns", 160), ("outputs", 39)] },
     Case { name: "padded columns", rows: 7, sizes: &[("columns", 84), ("outputs", 5)] },
     Case { name: "long", rows: 4, sizes: &[("columns", 4096), ("outputs", 64)] },
+    Case { name: "three chunks", rows: 40, sizes: &[("columns", 1344), ("outputs", 40)] },
     Case { name: "smallest scale", rows: 3, sizes: &[("columns", 96), ("outputs", 33), ("smallest scale", 1)] },
 ];
 
@@ -75,6 +76,14 @@ pub(crate) const CUDA_TILE_STEPS: Control = Control::cuda(
     include_str!("../shared/tile.cuh"),
     "low[m] + 4 * k, descriptor + 2 * k",
     "low[m] + 4 * k, descriptor + 2 * (k ^ 1)",
+);
+/// See [`CUDA_ROUNDING`].
+pub(crate) const CUDA_FOLD: Control = Control::cuda(
+    "adds the chunks of a cluster from right to left (CUDA)",
+    Gate::Geometry,
+    include_str!("../shared/split.cuh"),
+    "v[c] = load_in_cluster(sums + item * 32 + lane, c);",
+    "v[c] = load_in_cluster(sums + item * 32 + lane, split.parts - 1 - c);",
 );
 /// See [`CUDA_ROUNDING`].
 pub(crate) const CUDA_SCALE: Control = Control::cuda(

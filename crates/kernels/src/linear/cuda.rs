@@ -4,8 +4,8 @@
 //! warps and phases only decide who computes what, and change no bit. The definition of the bits is
 //! [`tf_numerics::fma16::chunked_dot`] over the columns, bf16 inputs and bf16 weights.
 
-use super::Finish;
 use super::gpu::quantise_where_asked;
+use super::{Finish, split};
 use tf_device::gpu::{Binding, GpuLimits, GpuQueue, Launch, Program, ShapeBytes, Tuning, bytes_of};
 use tf_device::{Buffer, LaunchError};
 
@@ -132,11 +132,15 @@ impl Chip {
         }
     }
 
-    /// Whether a launch of so many rows takes its inputs as tiles.
+    /// Whether so many rows that come as bf16 come as tiles.
     pub fn tiles(self, rows: usize) -> bool {
+        rows >= TILED_ROWS_MIN && self.has_tiles()
+    }
+
+    /// Whether there is room for kernels that take tiles.
+    fn has_tiles(self) -> bool {
         // With room for the narrow kernel of bf16 every format and the experts have one that fits.
-        let least = TILE_KERNELS[TILE_KERNELS.len() - 1].shared_bytes();
-        self.warpgroups && rows >= TILED_ROWS_MIN && self.shared_bytes >= least
+        self.warpgroups && self.shared_bytes >= TILE_KERNELS[TILE_KERNELS.len() - 1].shared_bytes()
     }
 }
 
@@ -355,12 +359,16 @@ pub(crate) fn run(queue: &mut GpuQueue, linear: Linear<'_, '_>) -> Result<(), La
     let Linear { format, columns, groups, chunk, rows, input, products } = linear;
     let chip = Chip::of(queue.limits());
     let padded = columns.next_multiple_of(BLOCK);
-    let tiled = chip.tiles(rows);
+    let slabs = products.iter().take(2).map(|product| product.weight_rows.div_ceil(SLAB)).sum();
+    let figures = Figures { format, columns, groups, chunk, slabs, rows, chip };
+    let (tiled, direct) = match input {
+        Input::Bf16 { .. } => (chip.tiles(rows), false),
+        Input::F32 { chosen, .. } => figures.inputs(chosen.is_none() && columns == padded),
+    };
     let mut scratch = None;
-    let direct = rows <= DIRECT_ROWS_MAX && columns == padded && format != Format::Head;
     let (buffer, x_is_bf16) = match input {
         Input::Bf16 { buffer } => (buffer, true),
-        Input::F32 { buffer, chosen: None } if direct => (buffer, false),
+        Input::F32 { buffer, .. } if direct => (buffer, false),
         Input::F32 { buffer, chosen } => {
             let bytes = if tiled { tile_bytes(rows, groups, columns) } else { rows * groups * padded * 2 };
             let mut rounded = queue.take_scratch("linear inputs", bytes)?;
@@ -369,7 +377,7 @@ pub(crate) fn run(queue: &mut GpuQueue, linear: Linear<'_, '_>) -> Result<(), La
         }
     };
     let x_stride = groups * if x_is_bf16 { padded } else { columns };
-    let common = Common { format, columns, chunk: chunk / BLOCK, rows, buffer, x_is_bf16, x_stride, chip };
+    let common = Common { format, columns, chunk: chunk / BLOCK, rows, buffer, x_is_bf16, x_stride, tiled, chip };
     if groups == 1 {
         for pair in products.chunks_mut(2) {
             let slabs = pair.iter().map(|product| product.weight_rows.div_ceil(SLAB)).sum();
@@ -390,6 +398,37 @@ pub(crate) fn run(queue: &mut GpuQueue, linear: Linear<'_, '_>) -> Result<(), La
     Ok(())
 }
 
+/// What decides how the inputs come.
+struct Figures {
+    format: Format,
+    columns: usize,
+    groups: usize,
+    chunk: usize,
+    /// Of the first launch.
+    slabs: usize,
+    rows: usize,
+    chip: Chip,
+}
+
+impl Figures {
+    /// Whether float32 inputs are made tiles, or else are rounded where they are staged, which is possible where they are whole
+    /// blocks and rows as they are.
+    fn inputs(&self, whole: bool) -> (bool, bool) {
+        let Figures { format, columns, groups, chunk, slabs, rows, chip } = *self;
+        if format == Format::Head || !chip.has_tiles() {
+            return (chip.tiles(rows), whole && rows <= DIRECT_ROWS_MAX && format != Format::Head);
+        }
+        let operator = split::Operator::new(format, columns, groups, chunk, slabs);
+        if rows <= split::DIRECT_ROWS {
+            return (false, whole && (rows <= DIRECT_ROWS_MAX || split::beats_slabs(&operator, rows)));
+        }
+        let cost = |as_rows| split::choose(&operator, rows, as_rows, chip).map_or(f64::INFINITY, |choice| choice.cost);
+        let tiles = tile_kernel(&operator, rows, chip).map_or(f64::INFINITY, |(_, cost)| cost).min(cost(false));
+        let as_they_are = whole && cost(true) < tiles + split::ROUNDING_COST;
+        (!as_they_are, as_they_are)
+    }
+}
+
 /// What the launches of a linear share.
 struct Common<'a> {
     format: Format,
@@ -400,6 +439,7 @@ struct Common<'a> {
     buffer: &'a Buffer,
     x_is_bf16: bool,
     x_stride: usize,
+    tiled: bool,
     chip: Chip,
 }
 
@@ -435,8 +475,18 @@ impl Common<'_> {
         slabs: usize,
         slice: &Slice,
     ) -> Result<(), LaunchError> {
-        if self.chip.tiles(self.rows) {
+        if self.tiled {
             return self.launch_tiled(queue, products, slabs, slice);
+        }
+        let operator = self.operator(slabs, slice);
+        // More rows come here as they are where this is quicker; by slabs they would be several launches.
+        let wanted = self.rows > split::DIRECT_ROWS || split::beats_slabs(&operator, self.rows);
+        if wanted
+            && self.format != Format::Head
+            && self.chip.has_tiles()
+            && let Some(choice) = split::choose(&operator, self.rows, true, self.chip)
+        {
+            return self.launch_split(queue, products, slabs, slice, &choice);
         }
         let blocks = self.columns.div_ceil(BLOCK);
         let operator = Operator { format: self.format, slabs, blocks, groups: slice.groups, chunk: self.chunk };
@@ -510,33 +560,44 @@ struct TileKernel {
     /// Stages of inputs and of weights in shared memory.
     slots: usize,
     depth: usize,
-    /// The part of the best rate that it reaches with every multiprocessor busy.
-    rate: f64,
+    cost: split::Cost,
 }
 
-const TILE_KERNELS: [TileKernel; 5] = {
-    const fn kernel(name: &'static str, format: Format, rows: usize, depth: usize, rate: f64) -> TileKernel {
-        TileKernel { name, format, weights: 1, rows, parked: false, slots: 5, depth, rate }
+static TILE_KERNELS: [TileKernel; 5] = {
+    const fn kernel(
+        name: &'static str,
+        format: Format,
+        [rows, depth]: [usize; 2],
+        [stage, block]: [f64; 2],
+    ) -> TileKernel {
+        let cost = split::Cost { stage, load: 0.0, block };
+        TileKernel { name, format, weights: 1, rows, parked: false, slots: 5, depth, cost }
     }
-    let widest = kernel("linear_fp8_tile_256_128", Format::Fp8, 128, 3, 1.0);
+    let widest = kernel("linear_fp8_tile_256_128", Format::Fp8, [128, 3], [0.88, 8.0]);
     [
         TileKernel { weights: 2, parked: true, slots: 3, ..widest },
-        kernel("linear_fp8_tile_128_128", Format::Fp8, 128, 8, 0.8),
-        kernel("linear_fp8_tile_128_64", Format::Fp8, 64, 8, 0.5),
-        kernel("linear_bf16_tile_128_128", Format::Bf16, 128, 6, 0.8),
-        kernel("linear_bf16_tile_128_64", Format::Bf16, 64, 6, 0.5),
+        kernel("linear_fp8_tile_128_128", Format::Fp8, [128, 8], [0.48, 6.0]),
+        kernel("linear_fp8_tile_128_64", Format::Fp8, [64, 8], [0.4, 4.0]),
+        kernel("linear_bf16_tile_128_128", Format::Bf16, [128, 6], [0.45, 3.0]),
+        kernel("linear_bf16_tile_128_64", Format::Bf16, [64, 6], [0.33, 3.0]),
     ]
 };
+
+/// The quickest kernel that has room, and its cost.
+fn tile_kernel(operator: &split::Operator, rows: usize, chip: Chip) -> Option<(&'static TileKernel, f64)> {
+    let fits = |kernel: &&TileKernel| kernel.format == operator.format && kernel.shared_bytes() <= chip.shared_bytes;
+    let costs = TILE_KERNELS.iter().filter(fits).map(|kernel| (kernel, kernel.cost(operator, rows, chip.units)));
+    costs.min_by(|a, b| a.1.total_cmp(&b.1))
+}
 
 impl TileKernel {
     fn blocks(&self, rows: usize, groups: usize, group_slabs: usize) -> usize {
         groups * group_slabs.div_ceil(8 * self.weights) * rows.div_ceil(self.rows)
     }
 
-    /// Time in arbitrary units: whole waves of blocks.
-    fn cost(&self, rows: usize, groups: usize, group_slabs: usize, units: usize) -> f64 {
-        let waves = self.blocks(rows, groups, group_slabs).div_ceil(units);
-        (waves * self.weights * self.rows) as f64 / self.rate
+    /// In the units of [`split::Choice`].
+    fn cost(&self, operator: &split::Operator, rows: usize, units: usize) -> f64 {
+        self.cost.of(self.blocks(rows, operator.groups, operator.group_slabs), operator.stages, units, units)
     }
 
     fn shared_bytes(&self) -> usize {
@@ -561,44 +622,90 @@ impl Common<'_> {
         slabs: usize,
         slice: &Slice,
     ) -> Result<(), LaunchError> {
-        let group_slabs = slabs / slice.groups;
-        let cost = |kernel: &&TileKernel| kernel.cost(self.rows, slice.groups, group_slabs, self.chip.units);
-        // The head's weights are bf16 weights.
-        let format = if self.format == Format::Fp8 { Format::Fp8 } else { Format::Bf16 };
-        let fits = |kernel: &&TileKernel| kernel.format == format && kernel.shared_bytes() <= self.chip.shared_bytes;
-        let Some(kernel) = TILE_KERNELS.iter().filter(fits).min_by(|a, b| cost(a).total_cmp(&cost(b))) else {
+        let operator = self.operator(slabs, slice);
+        let tile = tile_kernel(&operator, self.rows, self.chip);
+        let split = split::choose(&operator, self.rows, false, self.chip);
+        if let Some(choice) = split.filter(|choice| tile.is_none_or(|(_, cost)| choice.cost < cost)) {
+            return self.launch_split(queue, products, slabs, slice, &choice);
+        }
+        let Some((kernel, _)) = tile else {
             let least = TILE_KERNELS[TILE_KERNELS.len() - 1].shared_bytes();
             return LaunchError::check_limit("a tile's shared memory", least, self.chip.shared_bytes);
         };
-        let (blocks, atoms) = (self.columns.div_ceil(BLOCK), self.rows.div_ceil(ATOM));
+        let shape = self.tile_shape(products, slabs, slice, kernel.rows);
+        let x_at = self.tiles_at(slice);
+        let mut bindings = self.weight_bindings(products, slice, 0, Binding::ReadAt(self.buffer, x_at));
+        queue.launch_tuned(
+            Launch {
+                program: operator.format.program(),
+                entry: kernel.name,
+                bindings: &mut bindings,
+                shape: shape.bytes(),
+                groups: kernel.blocks(self.rows, operator.groups, operator.group_slabs) as u32,
+                threads: TILE_THREADS as u32,
+                shared_bytes: kernel.shared_bytes() as u32,
+            },
+            Tuning { cluster: 1, overlap: true },
+        )
+    }
+
+    fn operator(&self, slabs: usize, slice: &Slice) -> split::Operator {
+        split::Operator::new(self.format, self.columns, slice.groups, self.chunk * BLOCK, slabs)
+    }
+
+    /// The fields of `TileShape`.
+    fn tile_shape(&self, products: &[Product<'_>], slabs: usize, slice: &Slice, tile_rows: usize) -> ShapeBytes {
         let first_slabs = if products.len() == 1 { slabs } else { products[0].weight_rows.div_ceil(SLAB) };
         let mut shape = ShapeBytes::new()
             .uint(self.rows)
-            .uint(atoms)
-            .uint(blocks)
+            .uint(self.rows.div_ceil(ATOM))
+            .uint(self.columns.div_ceil(BLOCK))
             .uint((self.chunk * BLOCK).div_ceil(STAGE))
             .uint(slice.groups)
             .uint(slabs)
             .uint(first_slabs)
             .uint(scale_stride(self.columns))
-            .uint(self.rows.div_ceil(kernel.rows));
+            .uint(self.rows.div_ceil(tile_rows));
         for index in 0..2 {
             shape = output_shape(shape, products.get(index), slice);
         }
-        // `x_at` counts columns of a row; a group's stages lie one after the other.
-        let x_at = slice.x_at / self.columns.next_multiple_of(BLOCK) * tile_bytes(self.rows, 1, self.columns);
+        shape
+    }
+
+    /// The first byte of a slice's inputs as tiles: `x_at` counts columns of a row; a group's stages lie one after the other.
+    fn tiles_at(&self, slice: &Slice) -> usize {
+        slice.x_at / self.columns.next_multiple_of(BLOCK) * tile_bytes(self.rows, 1, self.columns)
+    }
+
+    fn launch_split(
+        &self,
+        queue: &mut GpuQueue,
+        products: &mut [Product<'_>],
+        slabs: usize,
+        slice: &Slice,
+        choice: &split::Choice,
+    ) -> Result<(), LaunchError> {
+        let kernel = choice.kernel;
+        let shape = self
+            .tile_shape(products, slabs, slice, kernel.rows)
+            .uint(choice.parts)
+            .uint(self.x_stride)
+            .uint(self.columns.next_multiple_of(BLOCK))
+            .uint(usize::from(self.x_is_bf16));
+        let x_bytes = if self.x_is_bf16 { 2 } else { 4 };
+        let x_at = if self.tiled { self.tiles_at(slice) } else { slice.x_at * x_bytes };
         let mut bindings = self.weight_bindings(products, slice, 0, Binding::ReadAt(self.buffer, x_at));
         queue.launch_tuned(
             Launch {
-                program: format.program(),
+                program: kernel.program(),
                 entry: kernel.name,
                 bindings: &mut bindings,
                 shape: shape.bytes(),
-                groups: kernel.blocks(self.rows, slice.groups, group_slabs) as u32,
-                threads: TILE_THREADS as u32,
+                groups: choice.blocks as u32,
+                threads: kernel.threads as u32,
                 shared_bytes: kernel.shared_bytes() as u32,
             },
-            Tuning { cluster: 1, overlap: true },
+            Tuning { cluster: choice.parts as u32, overlap: true },
         )
     }
 
@@ -691,7 +798,7 @@ fn round_inputs(
     if tiled {
         let stages = columns.div_ceil(STAGE);
         let shape = shape.uint(stages).uint(rows.div_ceil(ATOM));
-        return launch_simple(queue, "linear_tiles", bindings, &shape, rows * groups * stages * 8);
+        return launch_simple(queue, "linear_tiles", bindings, &shape, rows * groups * stages * 4);
     }
     let padded = columns.next_multiple_of(BLOCK);
     launch_simple(queue, "linear_inputs", bindings, &shape.uint(padded), rows * groups * padded / 2)
@@ -773,7 +880,7 @@ mod tests {
     #[test]
     fn every_tile_kernel_fits_the_chip_that_has_it() {
         let hopper = chips()[2];
-        for kernel in TILE_KERNELS {
+        for kernel in &TILE_KERNELS {
             assert!(kernel.shared_bytes() <= hopper.shared_bytes, "{}: {}", kernel.name, kernel.shared_bytes());
         }
         assert!(!chips()[0].tiles(4096) && hopper.tiles(TILED_ROWS_MIN) && !hopper.tiles(TILED_ROWS_MIN - 1));

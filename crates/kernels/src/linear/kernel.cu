@@ -21,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(256) linear_inputs(const float* x, 
 }
 
 // The same for tile.cuh: [groups, stages of 64 columns, atoms of 8 rows, 8 rows, 8 pieces] of 16 bytes; rows beyond `rows` stay as
-// they are. One thread a piece.
+// they are. One thread 16 columns, which are two pieces.
 struct TilesShape {
     int rows, x_stride, groups, columns, stages, atoms;
 };
@@ -29,22 +29,26 @@ struct TilesShape {
 extern "C" __global__ void __launch_bounds__(256) linear_tiles(const float* x, const u32* chosen, uint4* out, TilesShape shape) {
     let_next_start();
     wait_for_inputs();
-    const u32 pieces = shape.groups * shape.stages * 8, total = (u32)shape.rows * pieces;
+    const u32 parts = shape.groups * shape.stages * 4, total = (u32)shape.rows * parts;
+    const bool aligned = (shape.x_stride | shape.columns) % 4 == 0;
     for (u32 i = blockIdx.x * 256 + threadIdx.x; i < total; i += gridDim.x * 256) {
-        const u32 row = i / pieces, part = i % pieces, group_stage = part / 8, piece = part % 8;
-        const u32 group = group_stage / shape.stages, stage = group_stage % shape.stages;
-        const u32 first = stage * 64 + piece / 2 * 16 + piece % 2 * 2;
-        const float* from = x + (size_t)(chosen ? chosen[row] : row) * shape.x_stride + group * shape.columns;
-        u32 words[4];
+        const u32 row = i / parts, group_stage = i % parts / 4, part = i % 4;
+        const u32 group = group_stage / shape.stages, first = group_stage % shape.stages * 64 + part * 16;
+        const float* from = x + (size_t)(chosen ? chosen[row] : row) * shape.x_stride + group * shape.columns + first;
+        float4 v[4];
+        if (aligned && first + 16 <= (u32)shape.columns) {
 #pragma unroll
-        for (u32 j = 0; j < 4; j++) {
-            const u32 column = first + 4 * j;
-            const float low = column < (u32)shape.columns ? from[column] : 0.0f;
-            const float high = column + 1 < (u32)shape.columns ? from[column + 1] : 0.0f;
-            words[j] = bf16_pair(low, high);
+            for (u32 j = 0; j < 4; j++) v[j] = *(const float4*)(from + 4 * j);
+        } else {
+            const auto value = [&](u32 column) { return first + column < (u32)shape.columns ? from[column] : 0.0f; };
+#pragma unroll
+            for (u32 j = 0; j < 4; j++) v[j] = make_float4(value(4 * j), value(4 * j + 1), value(4 * j + 2), value(4 * j + 3));
         }
-        const size_t at = ((size_t)group_stage * shape.atoms + row / 8) * 64 + row % 8 * 8 + (piece ^ (row % 8));
-        out[at] = make_uint4(words[0], words[1], words[2], words[3]);
+        uint4* const to = out + ((size_t)group_stage * shape.atoms + row / 8) * 64 + row % 8 * 8;
+        to[(2 * part) ^ (row % 8)] = make_uint4(bf16_pair(v[0].x, v[0].y), bf16_pair(v[1].x, v[1].y), bf16_pair(v[2].x, v[2].y),
+                                                bf16_pair(v[3].x, v[3].y));
+        to[(2 * part + 1) ^ (row % 8)] = make_uint4(bf16_pair(v[0].z, v[0].w), bf16_pair(v[1].z, v[1].w),
+                                                    bf16_pair(v[2].z, v[2].w), bf16_pair(v[3].z, v[3].w));
     }
 }
 

@@ -4,6 +4,7 @@ pub(crate) mod contract;
 pub(crate) mod cpu;
 pub mod cuda;
 pub(crate) mod gpu;
+mod split;
 
 /// What happens to a finished float32 sum before it is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

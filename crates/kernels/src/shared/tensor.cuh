@@ -126,6 +126,20 @@ __device__ __forceinline__ void store_in_cluster(float4* to, u32 rank, float4 v)
 #endif
 }
 
+__device__ __forceinline__ float4 load_in_cluster(const float4* from, u32 rank) {
+    float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#if __CUDA_ARCH__ >= 900
+    const u32 own = (u32)__cvta_generic_to_shared(from);
+    u32 address;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(own), "r"(rank));
+    asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "r"(address)
+                 : "memory");
+#endif
+    return v;
+}
+
 __device__ __forceinline__ void arrive_in_cluster() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");

@@ -22,6 +22,21 @@ template <int N>
 struct Wgmma;
 
 template <>
+struct Wgmma<32> {
+    static __device__ __forceinline__ void step(float (&d)[16], const u32* a, u64 b, int keep) {
+        asm volatile(
+            "{\n.reg .pred keep;\nsetp.ne.b32 keep, %21, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+            "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
+            "}, {%16,%17,%18,%19}, %20, keep, 1, 1, 0;\n}\n"
+            :
+              "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));
+    }
+};
+
+template <>
 struct Wgmma<48> {
     static __device__ __forceinline__ void step(float (&d)[24], const u32* a, u64 b, int keep) {
         asm volatile(
@@ -188,12 +203,12 @@ struct TileFp4 {
 };
 
 // Shared memory of a tile, from the first kilobyte boundary on: SLOTS stages of inputs, DEPTH stages of the warps' weights,
-// parked sums, barriers. WARPS compute.
-template <class Format_, int MT_, int N_, bool PARK_, int SLOTS_, int DEPTH_, int WARPS_ = 8>
+// parked sums, barriers. WARPS compute. SINGLE: a tile is one chunk (split.cuh), so there are no sums of chunks before.
+template <class Format_, int MT_, int N_, bool PARK_, int SLOTS_, int DEPTH_, int WARPS_ = 8, bool SINGLE_ = false>
 struct TileRoom {
     using Format = Format_;
     static constexpr int MT = MT_, N = N_, SLOTS = SLOTS_, DEPTH = DEPTH_, WARPS = WARPS_;
-    static constexpr bool PARK = PARK_;
+    static constexpr bool PARK = PARK_, SINGLE = SINGLE_;
     static constexpr int STAGE = N * 128;
     static constexpr int SLAB = Format::PIECES * 512 + Format::WORDS * 128;
     static constexpr int WEIGHTS_AT = SLOTS * STAGE;

@@ -1,0 +1,10 @@
+// linear_bf16 for nine and more rows, chunks side by side: definition and operands as in kernel.cu, inputs as in split.cuh
+// grid tiles of weights * tiles of rows * parts blocks, in clusters of parts; block and shared memory: split.rs
+#include "split.cuh"
+
+// The name ends with the block's weight rows and input rows.
+SPLIT_LINEAR(linear_bf16_split_64_32, TileBf16, 1024, 4, 1, 32, 8, 5, true, true, false, false, 3)
+SPLIT_LINEAR(linear_bf16_split_128_32, TileBf16, 1024, 8, 1, 32, 8, 4, true, true, false, false, 2)
+SPLIT_LINEAR(linear_bf16_split_64_64, TileBf16, 1024, 4, 1, 64, 8, 10, false, true, false, false, 1)
+SPLIT_LINEAR(linear_bf16_split_64_128, TileBf16, 1024, 4, 1, 128, 8, 8, false, true, false, false, 1)
+SPLIT_LINEAR(linear_bf16_split_128_128, TileBf16, 1024, 8, 1, 128, 6, 7, false, true, false, false, 1)
