@@ -416,15 +416,16 @@ hyper_mixes(const float* streams, float* mix, float* post, float* comb, const fl
     const u32 first_row = tile * shape.tile, rows = min(shape.rows - first_row, shape.tile);
     const u32 groups = (rows + GROUP - 1) / GROUP;
     const float4* x = (const float4*)streams + first_row * quads;
-    // A quarter of a team fetches a row, every sixteenth quad a thread.
+    // A quarter of a team fetches a row, every sixteenth quad a thread; rows that a group lacks are zeros.
     const u32 fetched = member % 16, fetched_row = member / 16;
     const auto fetch = [&](u32 group) {
-        if (group * GROUP + fetched_row < rows) {
+        if (group < groups) {
+            const u32 row = group * GROUP + fetched_row, end = row < rows ? quads : 0;
             float4* const to = &staged[team][group % STAGES][fetched_row][fetched];
-            const float4* from = x + (group * GROUP + fetched_row) * quads + first + fetched;
+            const float4* from = x + row * quads + first + fetched;
 #pragma unroll
             for (u32 i = 0; i < CHUNK; i += 16) {
-                if (first + fetched + i < quads) copy_async_16(to + i, from + i);
+                if (first + fetched + i < end) copy_async_16(to + i, from + i);
                 else to[i] = zero_quad();
             }
         }
