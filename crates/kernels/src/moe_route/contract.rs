@@ -42,6 +42,9 @@ pub const MOE_ROUTE: Contract = Contract {
             "popcount(mask & ((1u << lane) - 1u))",
             "popcount(mask & ~((2u << lane) - 1u))",
         ),
+        cuda("leaves the picks unsorted (CUDA)", "__shfl_sync(WARP, own, k) < own ? 1 : 0", "k < lane ? 1 : 0"),
+        cuda("leaves the bias out (CUDA)", "order_key(score + offsets[thread])", "order_key(score)"),
+        cuda("adds the bias to the weight (CUDA)", "has ? score_of[own] :", "has ? score_of[own] + offsets[own] :"),
     ],
     standard: STANDARD_CONTROLS,
 };
@@ -49,6 +52,11 @@ pub const MOE_ROUTE: Contract = Contract {
 /// An edit of this family's Metal source, which gate 1 must notice.
 const fn metal(name: &'static str, find: &'static str, replace: &'static str) -> Control {
     Control::metal(name, Gate::Value, include_str!("kernel.metal"), find, replace)
+}
+
+/// The same of its CUDA source.
+const fn cuda(name: &'static str, find: &'static str, replace: &'static str) -> Control {
+    Control::cuda(name, Gate::Value, include_str!("kernel.cu"), find, replace)
 }
 
 const FACTOR: f32 = 1.5;

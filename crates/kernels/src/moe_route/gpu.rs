@@ -12,7 +12,7 @@ pub(super) fn run(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchErro
     let shape = ShapeBytes::new().uint(rows).uint(experts).uint(top_k).float(factor).uint(has_images);
     let (groups, threads) = match queue.backend() {
         Backend::Metal => a_simd_group_each(rows),
-        Backend::Cuda => (count(rows), 256),
+        Backend::Cuda => (count(rows), 512),
     };
     queue.launch_tuned(
         Launch {

@@ -3,7 +3,7 @@
 // in   logits [rows, experts] f32   bias, bias_image [experts] f32   image [rows] u8: rows that use
 //      bias_image, where `has_images` is set
 // out  chosen [rows, top_k] u32, ascending   weights [rows, top_k] f32
-// grid one block a row; the scores by all threads, the choice by the first warp, lane l holding experts l, l + 32, ...
+// grid one block of 512 threads a row; a score a thread, the choice by the first warp, lane l holding experts l, l + 32, ...
 // max  experts 512, top_k 16 and at most experts (checked by launch). A NaN counts as minus infinity
 #include "prelude.cuh"
 
@@ -13,70 +13,57 @@ struct Shape {
     u32 has_images;
 };
 
-constexpr u32 SLOTS = 16;  // of 32 experts
+constexpr u32 SLOTS = 16, THREADS = 32 * SLOTS;  // slots of 32 experts; as many choices at most
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(THREADS)
 moe_route(const float* logits, const float* bias, const float* bias_image, const u8* image, u32* chosen, float* weights,
           const Shape shape) {
-    __shared__ float score_of[32 * SLOTS];
-    __shared__ u32 key_of[32 * SLOTS];
+    __shared__ float score_of[THREADS];
+    __shared__ u32 key_of[THREADS];
+    __shared__ float in_order[SLOTS];
     const u32 row = blockIdx.x, thread = threadIdx.x, lane = thread % 32;
     wait_for_inputs();
     const float* offsets = shape.has_images != 0 && image[row] != 0 ? bias_image : bias;
-    for (u32 id = thread; id < 32 * SLOTS; id += blockDim.x) {
-        float score = 0.0f;
-        u32 key = 0;
-        if (id < shape.experts) {
-            score = __fsqrt_rn(softplus_own(logits[row * shape.experts + id]));
-            key = max(order_key(score + offsets[id]), 0x007fffffu);
-        }
-        score_of[id] = score;
-        key_of[id] = key;
+    float score = 0.0f;
+    u32 key = 0;  // once it is chosen, or no expert
+    if (thread < shape.experts) {
+        score = __fsqrt_rn(softplus_own(logits[row * shape.experts + thread]));
+        key = max(order_key(score + offsets[thread]), 0x007fffffu);
     }
+    score_of[thread] = score;
+    key_of[thread] = key;
     __syncthreads();
     if (thread >= 32) return;
-    float scores[SLOTS];
-    u32 keys[SLOTS];  // 0 once it is chosen, or no expert
+    u32 keys[SLOTS];
 #pragma unroll
-    for (u32 s = 0; s < SLOTS; s++) scores[s] = score_of[32 * s + lane], keys[s] = key_of[32 * s + lane];
+    for (u32 s = 0; s < SLOTS; s++) keys[s] = key_of[32 * s + lane];
 
-    u32 taken = 0;  // a bit a slot
+    // Lane k comes to hold the k-th choice.
+    u32 own = 0xffffffffu;
     for (u32 k = 0; k < shape.top_k; k++) {
-        u32 best = 0;
-#pragma unroll
-        for (u32 s = 0; s < SLOTS; s++) best = max(best, keys[s]);
-        best = warp_max(best);
-        u32 id = 0xffffffffu;
+        u32 best = 0, slot = 0;
 #pragma unroll
         for (u32 s = SLOTS; s > 0; s--) {
-            if (keys[s - 1] == best) id = 32 * (s - 1) + lane;
+            if (keys[s - 1] >= best) best = keys[s - 1], slot = s - 1;
         }
-        id = __reduce_min_sync(WARP, id);
+        const u32 most = warp_max(best);
+        const u32 id = __reduce_min_sync(WARP, best == most ? 32 * slot + lane : 0xffffffffu);
+        if (lane == k) own = id;
 #pragma unroll
         for (u32 s = 0; s < SLOTS; s++) {
-            if (id == 32 * s + lane) {
-                taken |= 1u << s;
-                keys[s] = 0;
-            }
+            if (id == 32 * s + lane) keys[s] = 0;
         }
     }
-
+    const bool has = lane < shape.top_k;
+    u32 place = 0;
+#pragma unroll
+    for (u32 k = 0; k < SLOTS; k++) place += __shfl_sync(WARP, own, k) < own ? 1 : 0;
+    score = has ? score_of[own] : 0.0f;
+    if (has) in_order[place] = score;
+    __syncwarp();
     float sum = 0.0f;
-#pragma unroll
-    for (u32 s = 0; s < SLOTS; s++) {
-        for (u32 mask = __ballot_sync(WARP, taken >> s & 1); mask != 0; mask &= mask - 1) {
-            sum = sum + __shfl_sync(WARP, scores[s], __ffs(mask) - 1);
-        }
-    }
-    u32 before = 0;
-#pragma unroll
-    for (u32 s = 0; s < SLOTS; s++) {
-        const u32 mask = __ballot_sync(WARP, taken >> s & 1);
-        if ((mask >> lane & 1) != 0) {
-            const u32 place = row * shape.top_k + before + __popc(mask & ((1u << lane) - 1));
-            chosen[place] = 32 * s + lane;
-            weights[place] = __fdiv_rn(scores[s], sum + 1e-20f) * shape.factor;
-        }
-        before += __popc(mask);
-    }
+    for (u32 k = 0; k < shape.top_k; k++) sum = sum + in_order[k];
+    if (!has) return;
+    chosen[row * shape.top_k + place] = own;
+    weights[row * shape.top_k + place] = __fdiv_rn(score, sum + 1e-20f) * shape.factor;
 }
