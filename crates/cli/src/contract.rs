@@ -22,6 +22,8 @@ pub fn run(arguments: &Arguments) -> Result<(), Failure> {
         json: arguments.text("json").map(Into::into),
         replay: arguments.text("replay").map(str::to_owned),
         time: arguments.is_on("time"),
+        checkers: arguments.is_on("checkers"),
+        launch_only: arguments.is_on("launch-only"),
         seeds: arguments.count("seeds").unwrap_or(0) as usize,
     };
     match tf_contract::execute(&options) {

@@ -76,7 +76,8 @@ fn is_edit(control: &Control) -> bool {
     matches!(control.plant, Plant::Edit { .. })
 }
 
-fn smallest_first(cases: &[Case]) -> Vec<&Case> {
+/// The cases of a kernel as its controls try them.
+pub fn smallest_first(cases: &[Case]) -> Vec<&Case> {
     let mut cases: Vec<&Case> = cases.iter().collect();
     cases.sort_by_key(|case| case.rows * case.sizes.iter().map(|(_, size)| *size).max().unwrap_or(1));
     cases

@@ -1,12 +1,14 @@
 //! CUDA kernels on the GPU of this machine.
 
+use crate::controls::apply_edit;
 use crate::limits::{CudaLaunch, NVIDIA, cuda_problems};
 use crate::target::{Bench, Target};
-use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, PoisonError};
 use tf_device::Device;
 use tf_device::cuda::{Asked, Trial, device_on_trial};
-use tf_kernels::contract::Case;
+use tf_device::gpu::Backend;
+use tf_kernels::contract::{Case, Contract, Plant};
 use tf_kernels::cubins;
 
 /// Families whose products are chains of tensor-core steps; all others have the CPU's order.
@@ -20,7 +22,11 @@ const WAYS: [(&str, Option<u32>, Option<u32>); 3] = [
     ("99 KiB of shared memory", None, Some(99 << 10)),
 ];
 
+/// Programs with an edit, compiled before a device is free: by program and edited text.
+type Ahead = HashMap<(&'static str, String), Result<&'static [u8], String>>;
+
 struct Cuda {
+    ahead: Arc<Mutex<Ahead>>,
     name: String,
     devices: Vec<(&'static str, Device)>,
     target: String,
@@ -40,7 +46,12 @@ pub fn cuda() -> Result<Target, String> {
     }
     let Device::Gpu(first) = &devices[0].1 else { return Err("the first device is no GPU".to_owned()) };
     let (name, target) = (first.name().to_owned(), first.limits().target.clone());
-    Ok(Target::Gpu(Arc::new(Cuda { name, devices, target, asked })))
+    Ok(Target::Gpu(Arc::new(Cuda { ahead: Arc::default(), name, devices, target, asked })))
+}
+
+/// A program with an edited text, kept for the whole run.
+fn compiled(program: &str, target: &str, source: &str, text: &str) -> Result<&'static [u8], String> {
+    cubins::compile(program, target, &[(source, text)]).map(|cubin| &*cubin.leak())
 }
 
 impl Bench for Cuda {
@@ -53,20 +64,48 @@ impl Bench for Cuda {
     }
 
     fn edited(&self, source: &'static str, text: String) -> Result<Device, String> {
-        // Every program that has the text gets its own build.
-        let mut built: BTreeMap<&'static str, &'static [u8]> = BTreeMap::new();
-        for program in cubins::programs_of(source) {
-            let cubin = cubins::compile(program, &self.target, &[(source, &text)])?;
-            built.insert(program, cubin.leak());
-        }
-        if built.is_empty() {
+        let programs = cubins::programs_of(source);
+        if programs.is_empty() {
             return Err("no CUDA program has this source".to_owned());
         }
-        let find = move |program: &str, target: &str| match built.get(program) {
-            Some(cubin) => Some(*cubin),
-            None => cubins::find(program, target),
+        // A header is part of many programs, of which a kernel's launches ask for one or two.
+        let ahead = self.ahead.clone();
+        let find = move |asked: &str, target: &str| {
+            let Some(program) = programs.iter().find(|program| **program == asked) else {
+                return cubins::find(asked, target);
+            };
+            let mut ahead = ahead.lock().unwrap_or_else(PoisonError::into_inner);
+            let made = ahead.entry((program, text.clone())).or_insert_with(|| compiled(program, target, source, &text));
+            match made {
+                Ok(cubin) => Some(*cubin),
+                Err(text) => {
+                    // The launch that finds no code fails; this says why there is none.
+                    eprintln!("edited CUDA code of `{program}` for sm_{target}: {text}");
+                    None
+                }
+            }
         };
         device_on_trial(0, find, Trial::default()).map_err(|error| error.to_string())
+    }
+
+    fn prepare(&self, contract: &Contract) {
+        let edits = contract.edits.iter().filter_map(|control| match control.plant {
+            Plant::Edit { backend: Backend::Cuda, source, find, replace } => {
+                Some((source, apply_edit(source, find, replace).ok()?))
+            }
+            _ => None,
+        });
+        let family = contract.family();
+        let own = |source: &str| cubins::programs_of(source).into_iter().find(|program| *program == family);
+        std::thread::scope(|scope| {
+            for (source, text) in edits {
+                let Some(program) = own(source) else { continue };
+                scope.spawn(move || {
+                    let cubin = compiled(program, &self.target, source, &text);
+                    self.ahead.lock().unwrap_or_else(PoisonError::into_inner).insert((program, text), cubin);
+                });
+            }
+        });
     }
 
     fn can_edit(&self) -> Result<(), String> {
@@ -100,7 +139,7 @@ impl Bench for Cuda {
     }
 
     fn limit_problems(&self) -> Vec<String> {
-        let asked = self.asked.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let asked = self.asked.lock().unwrap_or_else(PoisonError::into_inner);
         let mut problems = Vec::new();
         for (program, target, figures) in cubins::figures() {
             let Some((threads, dynamic)) = asked.get(&(program, figures.kernel)) else { continue };

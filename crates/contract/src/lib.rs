@@ -3,6 +3,7 @@
 //!
 //! The records lie beside their kernels (`tf_kernels::families`); this crate runs them. Knows no model and no scheduling.
 
+pub mod apart;
 pub mod controls;
 #[cfg(feature = "cuda")]
 pub mod cuda;
@@ -27,6 +28,7 @@ pub mod timing;
 pub use options::{Backend, Options};
 
 use replay::Replay;
+use report::Report;
 use std::io::Write;
 use std::process::ExitCode;
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -84,6 +86,12 @@ fn prove(options: &Options, printer: &mut Printer) -> Result<bool, String> {
             options.backend.name()
         ));
     }
+    if options.checkers && options.backend != Backend::Cuda {
+        return Err(format!(
+            "--checkers watch CUDA devices, and --backend is {}: leave one out",
+            options.backend.name()
+        ));
+    }
     let contracts = run::choose(CONTRACTS, &options.only)?;
     if options.list {
         for contract in &contracts {
@@ -95,7 +103,7 @@ fn prove(options: &Options, printer: &mut Printer) -> Result<bool, String> {
     probe::quiet_launches();
     if let Some(text) = &options.replay {
         let replay = Replay::parse(text)?;
-        say!(printer, "{}", replay.command(options.program));
+        say!(printer, "{}", replay.command(&options.start()));
         return Ok(match run::replay(CONTRACTS, &target_of(options.backend)?, &replay) {
             Ok(tally) => {
                 say!(printer, "pass: {} launches, {} elements compared", tally.launches, tally.compared);
@@ -107,17 +115,27 @@ fn prove(options: &Options, printer: &mut Printer) -> Result<bool, String> {
             }
         });
     }
-    let mut families: Vec<&str> = contracts.iter().map(|contract| contract.family()).collect();
-    families.dedup();
-    if options.backend == Backend::Cuda && families.len() > 1 {
+    if options.launch_only {
+        let target = target_of(options.backend)?;
+        let launches = run::launch_only(&contracts, &target)?;
+        say!(printer, "launched, {}: {launches} launches, none judged", options.command());
+        return Ok(true);
+    }
+    let report = if options.backend == Backend::Cuda && (contracts.len() > 1 || options.checkers) {
         // Without a device nobody is asked.
         target_of(options.backend)?;
-        return apart(options, &families, printer);
-    }
-    let fresh = fresh_seeds(options.seeds);
-    let target = target_of(options.backend)?;
-    let known = run::known_findings();
-    let report = run::report(&contracts, &target, options, &fresh, known, &mut |line| say!(printer, "{line}"));
+        let program = std::env::current_exe().map_err(|error| format!("cannot find this program: {error}"))?;
+        let checker = if options.checkers { Some(apart::checker()?) } else { None };
+        let checker = checker.as_deref();
+        // Whoever breaks a long run off keeps what it has found.
+        let keep = &mut |report: &Report| save(options, report);
+        apart::report(&program, &contracts, options, checker, &mut |line| say!(printer, "{line}"), keep)?
+    } else {
+        let (fresh, known) = (fresh_seeds(options.seeds), run::known_findings());
+        let target = target_of(options.backend)?;
+        let _turn = target.turn(&contracts);
+        run::report(&contracts, &target, options, &fresh, known, &mut |line| say!(printer, "{line}"))
+    };
     for text in report.complaints.iter().chain(&report.limit_problems) {
         say!(printer, "FAIL  {text}");
     }
@@ -125,35 +143,16 @@ fn prove(options: &Options, printer: &mut Printer) -> Result<bool, String> {
         say!(printer, "skip  {}: {}", skip.what, skip.reason);
     }
     say!(printer, "seeds {:?} on {}", report.seeds, report.machine.name);
-    if let Some(path) = &options.json {
-        let text = serde_json::to_string_pretty(&report).map_err(|error| error.to_string())?;
-        std::fs::write(path, text + "\n").map_err(|error| format!("cannot write {}: {error}", path.display()))?;
-    }
+    save(options, &report)?;
     say!(printer, "{}", report.summary_line());
     Ok(report.holds())
 }
 
-/// Each family in a process of its own: a kernel that fails on a CUDA device leaves its whole process without one. A report
-/// goes to the given file's name with the family's behind it.
-fn apart(options: &Options, families: &[&str], printer: &mut Printer) -> Result<bool, String> {
-    let program = std::env::current_exe().map_err(|error| format!("cannot find this program: {error}"))?;
-    let mut held = 0;
-    for family in families {
-        let mut command = std::process::Command::new(&program);
-        // The words of a subcommand, if this is one.
-        command.args(options.program.split_whitespace().skip(1));
-        command.args(["--backend", options.backend.name(), "--only", family, "--seeds", &options.seeds.to_string()]);
-        if let Some(path) = &options.json {
-            command.arg("--json").arg(format!("{}.{family}", path.display()));
-        }
-        let status = command.status().map_err(|error| format!("cannot start {}: {error}", program.display()))?;
-        held += usize::from(status.success());
-        if !status.success() {
-            say!(printer, "FAIL  {family}: its process ended with {status}");
-        }
-    }
-    say!(printer, "kernel contract, {}: SUMMARY {held} of {} families hold", options.command(), families.len());
-    Ok(held == families.len())
+/// Writes the report where it was asked for.
+fn save(options: &Options, report: &Report) -> Result<(), String> {
+    let Some(path) = &options.json else { return Ok(()) };
+    let text = serde_json::to_string_pretty(report).map_err(|error| error.to_string())?;
+    std::fs::write(path, text + "\n").map_err(|error| format!("cannot write {}: {error}", path.display()))
 }
 
 /// Where the kernels of a backend run on this machine.

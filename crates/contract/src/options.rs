@@ -55,19 +55,34 @@ pub struct Options {
     /// Time the cases after proving them, on the CPU.
     #[arg(long)]
     pub time: bool,
+    /// On CUDA: also launch smaller cases under the memory and the race checker of compute-sanitizer.
+    #[arg(long)]
+    pub checkers: bool,
+    /// Launch smaller cases and judge nothing: for a checker that watches this process.
+    #[arg(long)]
+    pub launch_only: bool,
     /// Also judge the values of N fresh seeds.
     #[arg(long, value_name = "N", default_value_t = 0)]
     pub seeds: usize,
 }
 
 impl Options {
-    /// The command line that gives these options, as the summary names it.
-    pub fn command(&self) -> String {
+    /// The beginning of every command line for the same backend.
+    pub fn start(&self) -> String {
         let mut command = self.program.to_owned();
         if self.backend != Backend::Cpu {
             command.push_str(&format!(" --backend {}", self.backend.name()));
         }
+        command
+    }
+
+    /// The command line that gives these options, as the summary names it.
+    pub fn command(&self) -> String {
+        let mut command = self.start();
         command.push_str(&format!(" --only {}", self.only));
+        if self.checkers {
+            command.push_str(" --checkers");
+        }
         if self.seeds > 0 {
             command.push_str(&format!(" --seeds {}", self.seeds));
         }

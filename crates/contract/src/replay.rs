@@ -34,9 +34,9 @@ impl Replay {
         text
     }
 
-    /// The command line that replays the case alone.
-    pub fn command(&self, program: &str) -> String {
-        format!("{program} --replay '{}'", self.text())
+    /// The command line that replays the case alone; `start` as in `Options::start`.
+    pub fn command(&self, start: &str) -> String {
+        format!("{start} --replay '{}'", self.text())
     }
 
     /// Reads [`Replay::text`].

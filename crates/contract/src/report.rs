@@ -1,13 +1,17 @@
 //! What a run found: the lines on the screen, the SUMMARY line, and the JSON report of
 //! `docs/reference/contract.schema.json`.
 
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
+use std::borrow::Cow;
 
 /// Names the form of the JSON report; changes with it.
-pub const SCHEMA: &str = "tensorfold.contract.2";
+pub const SCHEMA: &str = "tensorfold.contract.3";
+
+/// A name of this program's own, or one that another process of it wrote.
+pub type Text = Cow<'static, str>;
 
 /// How a gate or a control ended.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Status {
     Pass,
@@ -18,9 +22,9 @@ pub enum Status {
     Skipped,
 }
 
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct GateReport {
-    pub gate: &'static str,
+    pub gate: Text,
     pub status: Status,
     /// Cases that ran, each with each seed it had.
     pub cases: usize,
@@ -39,17 +43,17 @@ pub struct GateReport {
     pub replay: String,
 }
 
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct ControlReport {
-    pub name: &'static str,
-    pub gate: &'static str,
+    pub name: Text,
+    pub gate: Text,
     pub status: Status,
     pub case: String,
     /// What the gate said, or why it was missed or skipped.
     pub text: String,
 }
 
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct TimeReport {
     pub case: String,
     pub threads: usize,
@@ -62,10 +66,10 @@ pub struct TimeReport {
     pub giga_multiply_adds_a_second: f64,
 }
 
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct KernelReport {
-    pub name: &'static str,
-    pub formula: &'static str,
+    pub name: Text,
+    pub formula: Text,
     pub gates: Vec<GateReport>,
     pub controls: Vec<ControlReport>,
     pub times: Vec<TimeReport>,
@@ -82,7 +86,19 @@ impl KernelReport {
     }
 }
 
-#[derive(Clone, Debug, Default, Serialize)]
+/// Launches of one kernel that a checker watched.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub struct CheckReport {
+    pub kernel: String,
+    pub checker: String,
+    /// `skipped` where the checker does not run on this machine.
+    pub status: Status,
+    /// What the checker counted, and what it found.
+    pub text: String,
+    pub milliseconds: u64,
+}
+
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Summary {
     pub kernels: usize,
     pub passed: usize,
@@ -96,32 +112,37 @@ pub struct Summary {
     pub cases_left_out: usize,
     pub cases_cut: usize,
     pub limit_problems: usize,
+    /// Kernels under a checker: those without and with findings.
+    pub clean: usize,
+    pub unclean: usize,
     pub gates_ms: u64,
     pub limits_ms: u64,
 }
 
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Machine {
     pub name: String,
     pub cores: usize,
     pub levels: Vec<String>,
 }
 
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Skip {
     pub what: String,
     pub reason: String,
 }
 
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Report {
-    pub schema: &'static str,
+    pub schema: Text,
     pub command: String,
-    pub backend: &'static str,
-    pub version: &'static str,
+    pub backend: Text,
+    pub version: Text,
     pub machine: Machine,
     pub seeds: Vec<u64>,
     pub kernels: Vec<KernelReport>,
+    /// Empty where no checker was asked for.
+    pub checks: Vec<CheckReport>,
     pub skips: Vec<Skip>,
     pub limit_problems: Vec<String>,
     /// What is wrong with the registry or the list of known findings.
@@ -134,6 +155,7 @@ impl Report {
     pub fn count(&mut self) {
         let gates = || self.kernels.iter().flat_map(|kernel| &kernel.gates);
         let controls = || self.kernels.iter().flat_map(|kernel| &kernel.controls);
+        let checked = |status| self.checks.iter().filter(|check| check.status == status).count();
         let with = |status| controls().filter(|control| control.status == status).count();
         self.summary = Summary {
             kernels: self.kernels.len(),
@@ -143,10 +165,12 @@ impl Report {
             controls: controls().count(),
             red: with(Status::Red),
             missed: with(Status::Missed),
-            skipped: with(Status::Skipped) + self.skips.len(),
+            skipped: with(Status::Skipped) + checked(Status::Skipped) + self.skips.len(),
             cases_left_out: gates().map(|gate| gate.cases_left_out).sum(),
             cases_cut: gates().map(|gate| gate.cases_cut).sum(),
             limit_problems: self.limit_problems.len(),
+            clean: checked(Status::Pass),
+            unclean: checked(Status::Fail),
             gates_ms: self.summary.gates_ms,
             limits_ms: self.summary.limits_ms,
         };
@@ -157,7 +181,8 @@ impl Report {
         let summary = &self.summary;
         let asked = summary.kernels > 0 && summary.controls > 0;
         let all_pass = summary.failed == 0 && summary.passed + self.kernels_with_known() == summary.kernels;
-        asked && all_pass && summary.missed == 0 && summary.limit_problems == 0 && self.complaints.is_empty()
+        let checked = summary.unclean == 0 && (self.checks.is_empty() || summary.clean > 0);
+        asked && all_pass && checked && summary.missed == 0 && summary.limit_problems == 0 && self.complaints.is_empty()
     }
 
     fn kernels_with_known(&self) -> usize {
@@ -179,10 +204,17 @@ impl Report {
             0 => String::new(),
             _ => format!("; {cases_left_out} runs of a case left out, {cases_cut} with fewer rows"),
         };
+        let checks = match self.checks.len() {
+            0 => String::new(),
+            count => {
+                let Summary { clean, unclean, .. } = self.summary;
+                format!("; {count} runs under checkers: {clean} clean, {unclean} with findings")
+            }
+        };
         format!(
             "kernel contract, {} ({}): SUMMARY {kernels} kernels: {passed} pass gates 1-4, {failed} fail, {known_findings} \
              known findings; {controls} controls: {red} red as planted, {missed} missed{skipped}{cases}; {limit_problems} limit \
-             problems; gates {} ms, limits {} ms",
+             problems{checks}; gates {} ms, limits {} ms",
             self.command,
             if self.backend == "metal" { "Metal".to_owned() } else { self.backend.to_uppercase() },
             self.summary.gates_ms,
@@ -205,7 +237,7 @@ mod tests {
 
     fn report() -> Report {
         let gate = GateReport {
-            gate: "value",
+            gate: "value".into(),
             status: Status::Pass,
             cases: 1,
             cases_left_out: 0,
@@ -217,8 +249,13 @@ mod tests {
             failure: String::new(),
             replay: String::new(),
         };
-        let control =
-            ControlReport { name: "c", gate: "value", status: Status::Red, case: String::new(), text: String::new() };
+        let control = ControlReport {
+            name: "c".into(),
+            gate: "value".into(),
+            status: Status::Red,
+            case: String::new(),
+            text: String::new(),
+        };
         let time = TimeReport {
             case: String::new(),
             threads: 1,
@@ -230,21 +267,22 @@ mod tests {
             giga_multiply_adds_a_second: 1.0,
         };
         let kernel = KernelReport {
-            name: "k",
-            formula: "f",
+            name: "k".into(),
+            formula: "f".into(),
             gates: vec![gate],
             controls: vec![control],
             times: vec![time],
             milliseconds: 1,
         };
         let mut report = Report {
-            schema: SCHEMA,
+            schema: SCHEMA.into(),
             command: "tf-kernel-contract --only dsv41".to_owned(),
-            backend: "cpu",
-            version: "0",
+            backend: "cpu".into(),
+            version: "0".into(),
             machine: Machine { name: String::new(), cores: 1, levels: vec!["scalar".to_owned()] },
             seeds: vec![1],
             kernels: vec![kernel],
+            checks: Vec::new(),
             skips: vec![Skip { what: "w".to_owned(), reason: "r".to_owned() }],
             limit_problems: Vec::new(),
             complaints: Vec::new(),
@@ -252,6 +290,20 @@ mod tests {
         };
         report.count();
         report
+    }
+
+    fn check(status: Status) -> CheckReport {
+        CheckReport { kernel: "k".into(), checker: "memcheck".into(), status, text: String::new(), milliseconds: 1 }
+    }
+
+    #[test]
+    fn the_summary_counts_what_checkers_watched() {
+        let mut report = report();
+        report.checks = vec![check(Status::Pass), check(Status::Pass), check(Status::Skipped)];
+        report.count();
+        let line = report.summary_line();
+        assert!(line.contains("; 0 limit problems; 3 runs under checkers: 2 clean, 0 with findings; gates"), "{line}");
+        assert!(report.holds());
     }
 
     #[test]
@@ -294,6 +346,8 @@ mod tests {
             ("no controls", |report| report.kernels[0].controls.clear()),
             ("no kernels", |report| report.kernels.clear()),
             ("a limit problem", |report| report.limit_problems.push("p".to_owned())),
+            ("a finding of a checker", |report| report.checks.push(check(Status::Fail))),
+            ("no checker that runs", |report| report.checks.push(check(Status::Skipped))),
             ("a complaint", |report| report.complaints.push("c".to_owned())),
         ];
         for (what, change) in cases {
@@ -339,7 +393,8 @@ mod tests {
     #[test]
     fn the_published_schema_has_the_fields_of_the_report() {
         let schema: Value = serde_json::from_str(include_str!("../../../docs/reference/contract.schema.json")).unwrap();
-        same_fields(&serde_json::to_value(report()).unwrap(), &schema, "");
+        let report = Report { checks: vec![check(Status::Pass)], ..report() };
+        same_fields(&serde_json::to_value(report).unwrap(), &schema, "");
         assert_eq!(schema["properties"]["schema"]["const"], SCHEMA);
     }
 }

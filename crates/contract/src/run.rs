@@ -8,7 +8,7 @@ use crate::report::{
     ControlReport, GateReport, KernelReport, Machine, Report, SCHEMA, Skip, Status, Summary, machine_name,
 };
 use crate::target::Target;
-use crate::{controls, limits, timing};
+use crate::{apart, controls, limits, timing};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
 use std::time::Instant;
@@ -16,6 +16,10 @@ use tf_kernels::contract::{Contract, Gate, Plant};
 
 /// Seeds of every run. Gate 1 judges all of them, the others the first.
 pub const SEEDS: &[u64] = &[1, 2, 3];
+/// Rows of the launches that a checker watches, besides all of a case.
+const WATCHED_ROWS: [usize; 2] = [1, 6];
+/// Cases of a kernel that a checker watches, from the smallest on.
+const WATCHED_CASES: usize = 3;
 /// The name of all kernels of the model.
 pub const ALL: &str = "dsv41";
 
@@ -58,10 +62,10 @@ pub fn report(
     let levels = if target.backend() == Backend::Cpu { limits::cpu_levels() } else { Vec::new() };
     let absent = levels.iter().filter(|(_, here)| !here);
     let mut report = Report {
-        schema: SCHEMA,
+        schema: SCHEMA.into(),
         command: options.command(),
-        backend: target.backend().name(),
-        version: env!("CARGO_PKG_VERSION"),
+        backend: target.backend().name().into(),
+        version: env!("CARGO_PKG_VERSION").into(),
         machine: Machine {
             name: target.device_name().unwrap_or_else(machine_name),
             cores: std::thread::available_parallelism().map_or(1, usize::from),
@@ -69,6 +73,7 @@ pub fn report(
         },
         seeds,
         kernels: Vec::new(),
+        checks: Vec::new(),
         skips: absent
             .map(|(name, _)| Skip { what: (*name).to_owned(), reason: "this CPU has no such instructions".to_owned() })
             .collect(),
@@ -108,7 +113,8 @@ fn prove_all(
     known: &[Known],
     done: &mut dyn FnMut(&Contract, &mut KernelReport),
 ) -> Vec<KernelReport> {
-    let one = |contract: &Contract, queues: &mut Queues| prove(options.program, contract, seeds, known, queues);
+    let start = options.start();
+    let one = |contract: &Contract, queues: &mut Queues| prove(&start, contract, seeds, known, queues);
     let workers = std::thread::available_parallelism().map_or(1, usize::from).min(contracts.len());
     if target.backend() == Backend::Cpu || workers < 2 {
         let mut queues = Queues::new(target.clone());
@@ -167,26 +173,34 @@ fn gone(kernels: &[KernelReport], known: &[Known]) -> Vec<String> {
 }
 
 /// All gates over all cases, then all controls.
-fn prove(program: &str, contract: &Contract, seeds: &[u64], known: &[Known], queues: &mut Queues) -> KernelReport {
+fn prove(start: &str, contract: &Contract, seeds: &[u64], known: &[Known], queues: &mut Queues) -> KernelReport {
     let started = Instant::now();
     let gates = Gate::ALL.map(|gate| {
         let seeds = if gate == Gate::Value { seeds } else { &seeds[..1] };
-        gate_over_cases(program, contract, gate, seeds, known, queues)
+        gate_over_cases(start, contract, gate, seeds, known, queues)
     });
     let mut controls = Vec::new();
     let target = queues.target.clone();
     for control in contract.all_controls().filter(|control| target.runs(control)) {
-        let (status, case, text) = match controls::run(contract, control, seeds[0], queues) {
+        let verdict = match target.is_alive() {
+            true => controls::run(contract, control, seeds[0], queues),
+            // What a fault has ended is not to be held against the controls after it.
+            false => match std::env::current_exe() {
+                Ok(program) => apart::judge(&program, start, contract, control, seeds[0]),
+                Err(error) => controls::Verdict::Missed(format!("this program can't be found: {error}")),
+            },
+        };
+        let (status, case, text) = match verdict {
             controls::Verdict::Red { case, text } => (Status::Red, case, text),
             controls::Verdict::Missed(text) => (Status::Missed, "", text),
             controls::Verdict::Skipped(text) => (Status::Skipped, "", text),
         };
-        let (name, gate, case) = (control.name, control.gate.name(), case.to_owned());
+        let (name, gate, case) = (control.name.into(), control.gate.name().into(), case.to_owned());
         controls.push(ControlReport { name, gate, status, case, text });
     }
     KernelReport {
-        name: contract.name,
-        formula: contract.formula,
+        name: contract.name.into(),
+        formula: contract.formula.into(),
         gates: gates.to_vec(),
         controls,
         times: Vec::new(),
@@ -195,7 +209,7 @@ fn prove(program: &str, contract: &Contract, seeds: &[u64], known: &[Known], que
 }
 
 fn gate_over_cases(
-    program: &str,
+    start: &str,
     contract: &Contract,
     gate: Gate,
     seeds: &[u64],
@@ -203,7 +217,7 @@ fn gate_over_cases(
     queues: &mut Queues,
 ) -> GateReport {
     let mut report = GateReport {
-        gate: gate.name(),
+        gate: gate.name().into(),
         status: Status::Pass,
         cases: 0,
         cases_left_out: 0,
@@ -243,7 +257,7 @@ fn gate_over_cases(
                 } else if !accepted && report.status != Status::Fail {
                     report.status = Status::Fail;
                     report.failure = format!("case {}, seed {seed}: {}", case.name, failure.text());
-                    report.replay = Replay::new(contract, case, gate, seed, None).command(program);
+                    report.replay = Replay::new(contract, case, gate, seed, None).command(start);
                 }
             }
         }
@@ -257,6 +271,43 @@ fn gate_over_cases(
     report.worst_share_of_bound = total.worst;
     report.worst = total.worst_at;
     report
+}
+
+/// Launches the smaller cases and judges nothing, for a checker that watches this process: it makes each launch many times
+/// slower, and what it looks for does not grow with a case. Returns how many launches.
+///
+/// # Errors
+/// The first launch that was refused or broke.
+pub fn launch_only(contracts: &[&Contract], target: &Target) -> Result<usize, String> {
+    let mut queues = Queues::new(target.clone());
+    let mut launches = 0;
+    for contract in contracts {
+        let cases = controls::smallest_first(contract.cases);
+        let taken = cases.into_iter().filter(|case| target.takes(case, Gate::Value, 0)).take(WATCHED_CASES);
+        for (place, case) in taken.enumerate() {
+            let world = (contract.make)(case, SEEDS[0]);
+            let mut probe = Probe {
+                kernel: contract.name,
+                world: &*world,
+                queues: &mut queues,
+                planted: Planted::NONE,
+                row_count: target.rows(case),
+                tally: Tally::default(),
+            };
+            let rows = probe.all_rows();
+            // Counts of rows have kernels of their own; so do the ways to cut a launch, which the smallest case shows.
+            let few = WATCHED_ROWS.into_iter().filter(|count| *count < rows.len());
+            let counts = few.chain([rows.len()]).map(|count| (target.plain(), count));
+            let ways = if place == 0 { target.settings() } else { Vec::new() };
+            for (setting, count) in counts.chain(ways.into_iter().map(|setting| (setting, rows.len()))) {
+                probe.launch(setting, &rows[..count]).map_err(|failure| {
+                    format!("{}, case {}, {count} rows: {}", contract.name, case.name, failure.text())
+                })?;
+            }
+            launches += probe.tally.launches;
+        }
+    }
+    Ok(launches)
 }
 
 /// What the screen shows of a kernel: one line, and more where something is wrong or was timed.

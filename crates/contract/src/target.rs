@@ -2,10 +2,14 @@
 
 use crate::options::Backend;
 use crate::probe::Setting;
+use std::fs::File;
 use std::sync::Arc;
 use tf_device::{Device, Queue, gpu};
-use tf_kernels::contract::{Case, Control, Fill, Gate, Plant};
+use tf_kernels::contract::{Case, Contract, Control, Fill, Gate, Plant};
 use tf_numerics::lanes::Level;
+
+/// Locked by the process whose turn it is.
+const TURN: &str = "tensorfold-contract-turn";
 
 /// What a GPU brings to the contract.
 pub trait Bench: Send + Sync {
@@ -20,6 +24,9 @@ pub trait Bench: Send + Sync {
     /// # Errors
     /// Why it can't.
     fn edited(&self, source: &'static str, text: String) -> Result<Device, String>;
+
+    /// Does ahead, on the host, what the controls of a kernel will ask for.
+    fn prepare(&self, _contract: &Contract) {}
 
     /// Whether [`Bench::edited`] can work here at all.
     ///
@@ -178,6 +185,29 @@ impl Target {
         match self {
             Target::Cpu => Ok(()),
             Target::Gpu(bench) => bench.can_edit(),
+        }
+    }
+
+    /// Waits until no other process proves or watches kernels on a CUDA device: a GPU that several share is dealt out in slices
+    /// of time, and launches that are waited for one by one then take many times as long. Ahead of that the host does what
+    /// it can. The turn ends with the value.
+    pub fn turn(&self, contracts: &[&Contract]) -> Option<File> {
+        let Target::Gpu(bench) = self else { return None };
+        if self.backend() != Backend::Cuda {
+            return None;
+        }
+        contracts.iter().for_each(|contract| bench.prepare(contract));
+        // Without a place for the file nobody waits, which costs time alone.
+        let file = File::create(std::env::temp_dir().join(TURN)).ok()?;
+        file.lock().ok()?;
+        Some(file)
+    }
+
+    /// Whether it still answers: a fault in a CUDA kernel ends the device for its whole process.
+    pub fn is_alive(&self) -> bool {
+        match self {
+            Target::Cpu => true,
+            Target::Gpu(_) => self.queue(self.plain()).finish().is_ok(),
         }
     }
 

@@ -73,6 +73,8 @@ fn options() -> Options {
         json: None,
         replay: None,
         time: false,
+        checkers: false,
+        launch_only: false,
         seeds: 0,
     }
 }

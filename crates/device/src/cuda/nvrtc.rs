@@ -5,11 +5,12 @@ use cudarc::nvrtc::sys;
 use std::ffi::{CStr, CString, c_char};
 use std::sync::Mutex;
 
-/// The library is loaded on the first call, and its log belongs to one program at a time.
-static ONE: Mutex<()> = Mutex::new(());
+/// The library is loaded on the first call. Afterwards any threads may compile, each its own program.
+static LOADING: Mutex<()> = Mutex::new(());
 
 /// Whether the machine has the library.
 pub fn is_present() -> bool {
+    let _one = LOADING.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     // SAFETY: loading NVIDIA's library runs its initialisers, which touch nothing of ours.
     unsafe { sys::is_culib_present() }
 }
@@ -19,7 +20,6 @@ pub fn is_present() -> bool {
 /// # Errors
 /// That there is no compiler, or what it said.
 pub fn compile(texts: &[(&str, String)], target: &str) -> Result<Vec<u8>, String> {
-    let _one = ONE.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     if !is_present() {
         return Err(
             "this build embeds no code for it and the machine has no NVRTC (libnvrtc.so); `cargo xtask cubins` \
