@@ -17,5 +17,5 @@ pub use config::{Config, Field, GenerationConfig, Spelling};
 pub use error::CheckpointError;
 pub use fingerprint::Fingerprint;
 pub use hub::{HubCache, HubError, HubSnapshot};
-pub use shards::{Checkpoint, EmbeddedFiles, SmallFiles};
+pub use shards::{Checkpoint, EmbeddedFiles, Place, SmallFiles};
 pub use view::{Dtype, View};

@@ -35,6 +35,15 @@ pub struct Checkpoint {
     ignored: Vec<String>,
 }
 
+/// Where a tensor's bytes lie on disk.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Place {
+    pub path: PathBuf,
+    /// The first byte's offset in the file.
+    pub start: u64,
+    pub bytes: u64,
+}
+
 #[derive(Clone)]
 pub(crate) enum Source {
     Folder(PathBuf),
@@ -206,6 +215,13 @@ impl Checkpoint {
     /// The tensor of this name, if the checkpoint has it.
     pub fn view(&self, name: &str) -> Option<View<'_>> {
         self.by_name.get(name).map(|index| self.view_of(&self.tensors[*index]))
+    }
+
+    /// Where a tensor lies on disk. `None` for a name that the checkpoint doesn't have, and where it is part of the program.
+    pub fn place(&self, name: &str) -> Option<Place> {
+        let tensor = &self.tensors[*self.by_name.get(name)?];
+        let path = self.path()?.join(&self.shards[tensor.shard].name);
+        Some(Place { path, start: tensor.start as u64, bytes: (tensor.end - tensor.start) as u64 })
     }
 
     /// All tensors, in file order.

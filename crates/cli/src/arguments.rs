@@ -5,10 +5,15 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
+use tf_model::deepseek_v41::engram_rows::EngramPlace;
+
 use crate::options::{
     Alias, Answer, Command, DefaultValue, Environment, Form, Kind, OPTIONS, OptionSpec, PASTED, PREFIX, Pasted,
     SECOND_WAVE_FLAGS, find, other_build,
 };
+
+/// Cache of `--engram disk` where nobody gives its size.
+const ENGRAM_CACHE_BYTES: u64 = 256 << 20;
 
 /// A checked value.
 #[derive(Clone, Debug, PartialEq)]
@@ -570,6 +575,10 @@ pub fn parse_value(kind: Kind, text: &str) -> Result<Value, String> {
             Some(_) => Ok(Value::Text(text.to_owned())),
             None => Err("none, minimal, low, medium, high, xhigh, max, ultra, or a number from 1 to 100".to_owned()),
         },
+        Kind::EngramPlace => match engram_place(text) {
+            Some(_) => Ok(Value::Text(text.to_owned())),
+            None => Err("mmap, ram, disk, or disk with the size of its cache like disk:4GiB".to_owned()),
+        },
         Kind::List => {
             let parts: Vec<String> = text.split(',').map(|part| part.trim().to_owned()).collect();
             match parts.iter().any(String::is_empty) {
@@ -578,6 +587,17 @@ pub fn parse_value(kind: Kind, text: &str) -> Result<Value, String> {
             }
         }
         Kind::TemplateArguments => template_arguments(text),
+    }
+}
+
+/// The word of `--engram`, and the bytes of its cache where it is disk.
+pub fn engram_place(text: &str) -> Option<EngramPlace> {
+    match text.split_once(':') {
+        None if text == "mmap" => Some(EngramPlace::Mapped),
+        None if text == "ram" => Some(EngramPlace::Ram),
+        None if text == "disk" => Some(EngramPlace::Disk { cache_bytes: ENGRAM_CACHE_BYTES }),
+        Some(("disk", cache)) => size(cache).map(|cache_bytes| EngramPlace::Disk { cache_bytes }),
+        _ => None,
     }
 }
 

@@ -2,39 +2,73 @@
 //! device; `auto` says why it takes the CPU where a GPU was there.
 
 use serde_json::{Value as Json, json};
-use tf_device::Device;
-use tf_device::gpu::Backend;
-use tf_kernels::float_step::Found;
+use tf_device::gpu::{Backend, GpuQueue};
+use tf_device::{Device, LaunchError};
+use tf_kernels::{float_step, tensor_step};
 use tf_model::deepseek_v41::Options;
 
 use crate::arguments::{Arguments, Mistakes};
 use crate::failure::Failure;
 use crate::machine::{self, Memory};
-use crate::resolve::{self, show_bytes};
+use crate::resolve::{self, Site, show_bytes};
 
 /// Opens the device.
 ///
 /// # Errors
 /// A backend that this build or this machine doesn't have, options that would have no effect.
 pub fn open(arguments: &Arguments) -> Result<Device, Failure> {
+    let index = index(arguments)?;
     let device = match arguments.text("backend") {
-        Some("cuda") => cuda()?,
+        Some("cuda") => cuda(index)?,
         Some("metal") => metal(arguments)?,
         Some("cpu") => Device::cpu(),
-        _ => automatic(arguments),
+        _ => automatic(arguments, index),
     };
     let mistakes = without_effect(arguments, device.backend());
     if mistakes.is_empty() { Ok(device) } else { Err(Mistakes(mistakes).into()) }
 }
 
+/// The GPU that `--devices` names, by its index.
+///
+/// # Errors
+/// Several, or no number.
+fn index(arguments: &Arguments) -> Result<usize, Failure> {
+    if !resolve::is_given(arguments, "devices") {
+        return Ok(0);
+    }
+    let mistake = |text: String| Failure::from(Mistakes(vec![text]));
+    match arguments.list("devices").unwrap_or_default() {
+        [one] => one.parse().map_err(|_| mistake(format!("--devices {one}: expected the index of a GPU, like 0"))),
+        several => {
+            Err(mistake(format!("--devices {}: one GPU runs the whole model so far, so name one", several.join(","))))
+        }
+    }
+}
+
 #[cfg(feature = "cuda")]
-fn cuda() -> Result<Device, Failure> {
-    tf_device::cuda::device(0, tf_kernels::cubins::find).map_err(|error| Failure::run_time(error.to_string()))
+fn cuda(index: usize) -> Result<Device, Failure> {
+    tf_device::cuda::device(index, tf_kernels::cubins::find).map_err(|error| Failure::run_time(error.to_string()))
 }
 
 #[cfg(not(feature = "cuda"))]
-fn cuda() -> Result<Device, Failure> {
+fn cuda(_index: usize) -> Result<Device, Failure> {
     Err(Failure::run_time("this build has no CUDA; build it with `--features cuda`"))
+}
+
+/// The CUDA device for `auto`, or why not. `None` where there is none to speak of.
+#[cfg(feature = "cuda")]
+fn automatic_cuda(index: usize) -> Option<Result<Device, String>> {
+    use tf_device::cuda::CudaError;
+    match tf_device::cuda::device(index, tf_kernels::cubins::find) {
+        Ok(device) => Some(Ok(device)),
+        Err(CudaError::NoDriver | CudaError::NoDevice { count: 0, .. }) => None,
+        Err(error) => Some(Err(error.to_string())),
+    }
+}
+
+#[cfg(not(feature = "cuda"))]
+fn automatic_cuda(_index: usize) -> Option<Result<Device, String>> {
+    None
 }
 
 #[cfg(target_os = "macos")]
@@ -57,77 +91,107 @@ fn metal(_arguments: &Arguments) -> Result<Device, Failure> {
     Err(Failure::run_time("Metal needs macOS on Apple silicon; use --backend cpu"))
 }
 
-/// Metal where a Mac has it and its arithmetic is the declared one, else the CPU.
-fn automatic(arguments: &Arguments) -> Device {
-    if !cfg!(target_os = "macos") {
-        return Device::cpu();
-    }
-    let opened = metal(arguments).map_err(|failure| failure.text).and_then(|device| {
+/// The GPU of this build where its arithmetic is the declared one, else the CPU.
+fn automatic(arguments: &Arguments, index: usize) -> Device {
+    let opened = match cfg!(target_os = "macos") {
+        true => metal(arguments).map_err(|failure| failure.text),
+        false => match automatic_cuda(index) {
+            Some(opened) => opened,
+            None => return Device::cpu(),
+        },
+    };
+    let asked = opened.and_then(|device| {
         let found = arithmetic(&device).map_err(|failure| failure.text)?;
         Ok((device, found.unwrap_or_default()))
     });
-    trusted(opened).unwrap_or_else(|reason| {
+    trusted(asked).unwrap_or_else(|reason| {
         tracing::warn!("--backend auto takes the CPU: {reason}");
         Device::cpu()
     })
 }
 
 /// A GPU that was opened and asked, or why it is not used.
-fn trusted<D>(opened: Result<(D, Found), String>) -> Result<D, String> {
+fn trusted<D>(opened: Result<(D, Arithmetic), String>) -> Result<D, String> {
     let (device, found) = opened?;
-    let Found { compared, differ, first, .. } = found;
+    let Arithmetic { compared, differ, first, .. } = found;
     match (compared, differ, first) {
         (1.., 0, _) => Ok(device),
         (compared, differ, first) => Err(format!(
             "the GPU's arithmetic is not the one that the kernels need: {differ} of {compared} results differ. {} \
-             `tensorfold selftest --backend metal` says more",
+             `tensorfold selftest` with this GPU's --backend says more",
             first.unwrap_or_default()
         )),
     }
 }
 
-/// Whether a Metal device adds, divides and rounds as the kernels with the CPU's bits need it. `None` for other devices.
+/// What a GPU's own arithmetic was asked.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Arithmetic {
+    pub title: &'static str,
+    pub compared: usize,
+    pub differ: usize,
+    /// The first difference, or a note.
+    pub first: Option<String>,
+}
+
+/// The ground of every other claim about a GPU: whether tensor cores add as the emulator of the kernel contract says (CUDA), or
+/// float32 is the declared one (Metal). `None` for the CPU.
 ///
 /// # Errors
 /// A device that fails.
-pub fn arithmetic(device: &Device) -> Result<Option<Found>, Failure> {
+pub fn arithmetic(device: &Device) -> Result<Option<Arithmetic>, Failure> {
     const ITEMS: usize = 1 << 16;
-    match device {
-        Device::Gpu(gpu) if gpu.backend() == Backend::Metal => {
-            let found = tf_kernels::float_step::probe(&mut tf_device::gpu::GpuQueue::new(gpu), ITEMS, 1);
-            found.map(Some).map_err(|error| Failure::run_time(error.to_string()))
+    const TILES: usize = 256;
+    const STEPS: usize = 16;
+    let Device::Gpu(gpu) = device else { return Ok(None) };
+    let queue = &mut GpuQueue::new(gpu);
+    let failed = |error: LaunchError| Failure::run_time(error.to_string());
+    Ok(Some(match gpu.backend() {
+        Backend::Cuda => {
+            let tensor_step::Found { compared, differ, first } =
+                tensor_step::probe(queue, TILES, STEPS, 1).map_err(failed)?;
+            Arithmetic { title: "tensor cores add as the emulator", compared, differ, first }
         }
-        Device::Cpu(_) | Device::Gpu(_) => Ok(None),
-    }
+        Backend::Metal => {
+            let float_step::Found { compared, differ, flushed, first } =
+                float_step::probe(queue, ITEMS, 1).map_err(failed)?;
+            let note = (flushed > 0).then(|| format!("({flushed} for want of subnormals, which is no fault)"));
+            Arithmetic { title: "float32 is as declared", compared, differ, first: first.or(note) }
+        }
+    }))
 }
 
 /// Options of another device.
 fn without_effect(arguments: &Arguments, backend: Option<Backend>) -> Vec<String> {
-    if backend == Some(Backend::Metal) {
-        return Vec::new();
-    }
-    let given = |flag: &&str| resolve::is_given(arguments, flag);
-    let flags = ["keep-warm", "pipeline-dir"].into_iter().filter(given);
-    flags.map(|flag| format!("--{flag} has no effect without the metal backend: leave it out")).collect()
+    let of_metal = ["keep-warm", "pipeline-dir"].map(|flag| (flag, Backend::Metal));
+    let flags = of_metal.into_iter().chain([("devices", Backend::Cuda)]);
+    let idle = flags.filter(|(flag, owner)| backend != Some(*owner) && resolve::is_given(arguments, flag));
+    idle.map(|(flag, owner)| format!("--{flag} has no effect without the {} backend: leave it out", word(owner)))
+        .collect()
 }
 
-/// The memory that weights and caches go into.
-pub fn memory(device: &Device) -> Option<Memory> {
+/// Where a model on this device runs, and with what memory.
+pub fn site(device: &Device) -> Site {
+    let host = machine::memory();
     match device {
-        Device::Cpu(_) => machine::memory(),
+        Device::Cpu(_) => Site { backend: None, memory: host, host },
         Device::Gpu(gpu) => {
-            let available = gpu.driver().free_bytes().ok()?;
-            Some(Memory { total: gpu.limits().memory_bytes, available })
+            let total = gpu.limits().memory_bytes;
+            let memory = gpu.driver().free_bytes().ok().map(|available| Memory { total, available });
+            Site { backend: device.backend(), memory, host }
         }
     }
 }
 
 /// The word of `--backend`.
 pub fn backend(device: &Device) -> &'static str {
-    match device.backend() {
-        None => "cpu",
-        Some(Backend::Cuda) => "cuda",
-        Some(Backend::Metal) => "metal",
+    device.backend().map_or("cpu", word)
+}
+
+fn word(backend: Backend) -> &'static str {
+    match backend {
+        Backend::Cuda => "cuda",
+        Backend::Metal => "metal",
     }
 }
 
@@ -166,7 +230,7 @@ pub fn json(device: &Device) -> Json {
 pub fn gpu(arguments: &Arguments) -> Option<Result<Device, Failure>> {
     match (cfg!(target_os = "macos"), cfg!(feature = "cuda")) {
         (true, _) => Some(metal(arguments)),
-        (false, true) => Some(cuda()),
+        (false, true) => Some(index(arguments).and_then(cuda)),
         (false, false) => None,
     }
 }
@@ -190,21 +254,46 @@ mod tests {
 
     #[test]
     fn a_gpu_is_used_only_when_it_was_asked_and_gave_the_declared_bits() {
-        let same = Found { compared: 10, flushed: 3, ..Found::default() };
+        let same = Arithmetic { compared: 10, first: Some("a note".into()), ..Arithmetic::default() };
         assert_eq!(trusted(Ok((7, same))), Ok(7));
-        let other = Found { compared: 10, differ: 2, flushed: 0, first: Some("a / b of 1 and 2".into()) };
+        let other =
+            Arithmetic { compared: 10, differ: 2, first: Some("a / b of 1 and 2".into()), ..Arithmetic::default() };
         let reason = trusted(Ok((7, other))).unwrap_err();
         assert!(reason.contains("2 of 10 results differ. a / b of 1 and 2"), "{reason}");
-        let reason = trusted(Ok((7, Found::default()))).unwrap_err();
+        let reason = trusted(Ok((7, Arithmetic::default()))).unwrap_err();
         assert!(reason.contains("0 of 0 results differ"), "nothing was compared: {reason}");
         assert_eq!(trusted::<u32>(Err("no Metal device".into())), Err("no Metal device".into()));
+    }
+
+    fn arguments(line: &str) -> Arguments {
+        let words: Vec<String> = line.split(' ').map(str::to_owned).collect();
+        match parse(&words, &Environment::of(&[])) {
+            Ok(Request::Run(arguments)) => *arguments,
+            other => panic!("{line}: {other:?}"),
+        }
+    }
+
+    #[test]
+    fn one_gpu_is_named_by_its_index() {
+        assert_eq!(index(&arguments("serve")).unwrap(), 0);
+        assert_eq!(index(&arguments("serve --devices 3")).unwrap(), 3);
+        for (line, part) in [
+            ("serve --devices 0,1", "--devices 0,1: one GPU runs the whole model so far"),
+            ("serve --devices first", "--devices first: expected the index of a GPU"),
+            ("serve --devices -1", "--devices -1: expected the index of a GPU"),
+        ] {
+            let text = open(&arguments(line)).unwrap_err().text;
+            assert!(text.contains(part), "{line}: {text}");
+        }
+        let text = open(&arguments("serve --backend cpu --devices 0")).unwrap_err().text;
+        assert!(text.contains("--devices has no effect without the cuda backend"), "{text}");
+        assert_eq!(without_effect(&arguments("serve --devices 1"), Some(Backend::Cuda)), Vec::<String>::new());
     }
 
     #[cfg(not(target_os = "macos"))]
     #[test]
     fn options_of_metal_are_refused_elsewhere() {
-        let words: Vec<String> = "serve --keep-warm 2 --pipeline-dir off".split(' ').map(str::to_owned).collect();
-        let Ok(Request::Run(arguments)) = parse(&words, &Environment::of(&[])) else { panic!("{words:?}") };
+        let arguments = arguments("serve --backend cpu --keep-warm 2 --pipeline-dir off");
         let text = open(&arguments).unwrap_err().text;
         assert!(text.contains("--keep-warm has no effect") && text.contains("--pipeline-dir has no effect"), "{text}");
         assert_eq!(without_effect(&arguments, Some(Backend::Metal)), Vec::<String>::new());

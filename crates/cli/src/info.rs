@@ -2,6 +2,7 @@
 
 use serde_json::{Value as Json, json};
 use tf_model::Family;
+use tf_model::deepseek_v41::engram_rows::EngramPlace;
 use tf_model::deepseek_v41::memory::MemoryPlan;
 use tf_model::deepseek_v41::shape::Shape;
 use tf_numerics::lanes::Level;
@@ -34,7 +35,7 @@ pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failu
         return Ok(print(&text)?);
     };
     let located = locate(name, arguments.text("revision").unwrap_or("main"), environment)?;
-    let inspection = Inspection::of(&located, arguments, device::memory(&device::open(arguments)?));
+    let inspection = Inspection::of(&located, arguments, device::site(&device::open(arguments)?));
     let text = match arguments.is_on("json") {
         true => {
             let model = model_json(&located, &inspection);
@@ -179,6 +180,11 @@ fn plan_json(loading: &Loading, shape: Option<&Shape>) -> Json {
     json
 }
 
+/// What n-gram rows hold in memory; of a mapped table its file's bytes, which are no part of the sum.
+fn engram_shown(plan: &MemoryPlan) -> u64 {
+    if plan.engram == EngramPlace::Mapped { plan.weights.engram } else { plan.engram_bytes() }
+}
+
 /// The plan's parts by name, in the order of the list.
 pub fn parts(plan: &MemoryPlan) -> [(&'static str, u64); 13] {
     [
@@ -187,7 +193,7 @@ pub fn parts(plan: &MemoryPlan) -> [(&'static str, u64); 13] {
         ("dense", plan.weights.dense),
         ("experts", plan.weights.experts),
         ("draft", plan.weights.draft),
-        ("engram (mapped)", plan.weights.engram_mapped),
+        (if plan.engram == EngramPlace::Mapped { "engram (mapped)" } else { "engram" }, engram_shown(plan)),
         ("slots", u64::from(plan.slots) * plan.slot_bytes),
         ("cache pages", plan.page_bytes),
         ("kept states", plan.kept_bytes),
@@ -203,7 +209,7 @@ pub fn memory_plan(plan: &MemoryPlan) -> [(&'static str, u64); 8] {
     let weights = &plan.weights;
     [
         ("weights", weights.embedding + weights.head + weights.dense + weights.draft),
-        ("engram", weights.engram_mapped),
+        ("engram", engram_shown(plan)),
         ("experts", weights.experts),
         ("kv", u64::from(plan.slots) * plan.slot_bytes + plan.page_bytes),
         ("snapshots", plan.kept_bytes),

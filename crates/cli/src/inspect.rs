@@ -12,8 +12,7 @@ use tf_text::vocabulary::FoldedVocabulary;
 
 use crate::arguments::Arguments;
 use crate::locate::Located;
-use crate::machine::Memory;
-use crate::resolve::{self, Loading};
+use crate::resolve::{self, Loading, Site};
 
 /// What was found. Parts stay empty where an earlier one failed; `reasons` says why.
 #[derive(Debug, Default)]
@@ -37,7 +36,7 @@ pub struct Stored {
 
 impl Inspection {
     /// Opens and checks `located` for the options of `arguments`.
-    pub fn of(located: &Located, arguments: &Arguments, memory: Option<Memory>) -> Inspection {
+    pub fn of(located: &Located, arguments: &Arguments, site: Site) -> Inspection {
         let mut found = Inspection::default();
         match located.open() {
             Ok(checkpoint) => found.checkpoint = Some(checkpoint),
@@ -55,7 +54,7 @@ impl Inspection {
             }
         }
         if let Some(shape) = &found.shape {
-            match resolve::loading(arguments, shape, memory) {
+            match resolve::loading(arguments, shape, site) {
                 Ok(loading) => found.loading = Some(loading),
                 Err(mistakes) => found.reasons.extend(mistakes.0),
             }

@@ -69,7 +69,7 @@ pub fn located(
 /// Every reason that keeps it from being served, a line each.
 pub fn checked(located: &Located, arguments: &Arguments) -> Result<Checked, Failure> {
     let device = device::open(arguments)?;
-    let found = Inspection::of(located, arguments, device::memory(&device));
+    let found = Inspection::of(located, arguments, device::site(&device));
     if !found.reasons.is_empty() {
         return Err(Failure::run_time(found.reasons.join("\n")));
     }
@@ -113,11 +113,21 @@ impl Checked {
     pub fn model(&self, options: Options) -> Result<DeepseekV41, Failure> {
         let progress = Progress::new(&self.name);
         let report = |done: LoadProgress| progress.report(done);
-        let weights = Weights::load(Arc::clone(&self.checkpoint), &self.shape, &self.device, options.threads, &report)
-            .map_err(|error| Failure::run_time(error.to_string()))?;
+        let weights = self.weights(options.threads, &report)?;
         progress.finish();
         DeepseekV41::new(self.shape.clone(), weights, self.hash.clone(), options)
             .map_err(|error| Failure::run_time(error.to_string()))
+    }
+
+    /// The weights, packed, with their n-gram rows where `--engram` says.
+    ///
+    /// # Errors
+    /// As [`Checked::model`].
+    pub fn weights(&self, threads: usize, report: &(dyn Fn(LoadProgress) + Sync)) -> Result<Weights, Failure> {
+        let checkpoint = Arc::clone(&self.checkpoint);
+        let weights = Weights::load(checkpoint, &self.shape, &self.device, threads, report)
+            .map_err(|error| Failure::run_time(error.to_string()))?;
+        weights.with_engram(self.loading.engram, &self.shape).map_err(|error| Failure::run_time(error.to_string()))
     }
 
     /// What replies say about this program and model.

@@ -213,6 +213,8 @@ pub enum Kind {
     },
     /// A level's name, or a number from 1 to 100.
     Effort,
+    /// `mmap`, `ram`, `disk`, or `disk:SIZE`.
+    EngramPlace,
     /// A list with commas.
     List,
     /// `{"thinking": true}` and the like: sets reasoning.
@@ -240,6 +242,7 @@ impl Kind {
             Kind::Choice { built, later } => [built, later].concat().join("|"),
             Kind::OnOffCount { .. } => "on|off|N".to_owned(),
             Kind::Effort => "LEVEL".to_owned(),
+            Kind::EngramPlace => "mmap|ram|disk[:SIZE]".to_owned(),
             Kind::List => "LIST".to_owned(),
             Kind::TemplateArguments => "JSON".to_owned(),
         }
@@ -558,20 +561,20 @@ pub const OPTIONS: &[OptionSpec] = &[
         "disk space that the tier leaves free"),
 
     option("backend", BACKEND, S::Devices, COMPUTES, DefaultValue::Is("auto"),
-        "auto is metal on a Mac whose GPU passes, else cpu; one that is named and absent is an error")
+        "auto is a GPU of this build whose arithmetic is the declared one, else cpu; one that is named and absent is an error")
         .also(&[same("--device")]),
     option("keep-warm", number(0.0, 3600.0), S::Devices, SERVE_RUN, DefaultValue::Is("0"),
         "seconds after a reply for which an idle GPU's clock is kept up (metal); costs power"),
     option("pipeline-dir", Kind::Folder, S::Devices, COMPUTES, DefaultValue::Says("the user's cache folder"),
         "where compiled kernels are kept (metal); off compiles at every start"),
-    option("devices", Kind::List, S::Devices, LOADS, NONE,
-        "indices of the devices to use").also(&[same("-dev")]).later(ONE_DEVICE),
+    option("devices", Kind::List, S::Devices, LOADS, DefaultValue::Is("0"),
+        "index of the GPU to use; several aren't used together yet").also(&[same("-dev")]),
     option("threads", count(1, 1024), S::Devices, LOADS, DefaultValue::Says("physical cores"),
         "CPU workers; bits don't depend on it").also(&[same("-t")]),
     option("memory", Kind::SizeOrFraction, S::Devices, LOADS, DefaultValue::Says("what is free, less a reserve"),
         "budget of the whole program").also(&[same("--gpu-memory-utilization")]),
-    option("engram", Kind::Choice { built: &["mmap"], later: &["ram", "disk"] }, S::Devices, LOADS, DefaultValue::Is("mmap"),
-        "where n-gram rows live").also(&[same("--engram-config")]),
+    option("engram", Kind::EngramPlace, S::Devices, LOADS, DefaultValue::Is("mmap"),
+        "where n-gram rows live; SIZE (256MiB) bounds the cache of disk; bits don't depend on it").also(&[same("--engram-config")]),
     option("experts", Kind::Choice { built: &["resident"], later: &["host", "disk"] }, S::Devices, LOADS, DefaultValue::Is("resident"),
         "where experts live; bits don't depend on it").also(&[fixed("--ssd-experts", "disk")]),
     option("tensor-parallel", count(1, 64), S::Devices, LOADS, DefaultValue::Is("1"),
@@ -812,7 +815,7 @@ pub const FOREIGN: &[(&str, Honour, &str)] = &[
     ("ALL_PROXY", Honour::Later, "downloads"),
     ("SSL_CERT_FILE", Honour::Later, "downloads"),
     ("REQUESTS_CA_BUNDLE", Honour::Later, "downloads"),
-    ("CUDA_VISIBLE_DEVICES", Honour::Later, "the cuda backend"),
+    ("CUDA_VISIBLE_DEVICES", Honour::Read, "the GPUs that NVIDIA's driver shows, and their order"),
     ("OTEL_EXPORTER_OTLP_ENDPOINT", Honour::Later, "traces"),
     ("OTEL_EXPORTER_OTLP_HEADERS", Honour::Later, "traces"),
     ("OTEL_SERVICE_NAME", Honour::Later, "traces"),

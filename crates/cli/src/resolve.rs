@@ -6,9 +6,11 @@
 use std::time::Duration;
 
 use tf_checkpoint::GenerationConfig;
+use tf_device::gpu::Backend;
 use tf_engine::limits::EngineLimits;
 use tf_engine::model::ModelLimits;
 use tf_model::deepseek_v41::Options;
+use tf_model::deepseek_v41::engram_rows::EngramPlace;
 use tf_model::deepseek_v41::memory::MemoryPlan;
 use tf_model::deepseek_v41::pages::PAGE_POSITIONS;
 use tf_model::deepseek_v41::shape::Shape;
@@ -16,7 +18,7 @@ use tf_numerics::lanes::Level;
 use tf_server::{ReasoningField, ReasoningLimits, SamplingDefaults};
 use tf_text::chat::openai::{Defaults, parse_effort};
 
-use crate::arguments::{Arguments, Mistakes, Value};
+use crate::arguments::{Arguments, Mistakes, Value, engram_place};
 use crate::disk;
 use crate::machine::{self, Memory};
 
@@ -36,17 +38,31 @@ pub struct Loading {
     pub plan: MemoryPlan,
     /// Bytes for kept prefixes, their pages included; 0 keeps none.
     pub prefix_cache_bytes: u64,
-    /// What the program may take; `None` where the machine's memory isn't known.
+    /// What the model may take on its device; `None` where the memory isn't known.
     pub budget: Option<u64>,
+    /// Where n-gram rows live.
+    pub engram: EngramPlace,
+}
+
+/// Where a model would run.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Site {
+    /// `None` for the CPU.
+    pub backend: Option<Backend>,
+    /// The memory that weights and caches go into.
+    pub memory: Option<Memory>,
+    /// The host's.
+    pub host: Option<Memory>,
 }
 
 /// Threads, context, slots and rows for a shape.
 ///
 /// # Errors
 /// [`Mistakes`] for a value beyond the model's limits, or a plan beyond the memory.
-pub fn loading(arguments: &Arguments, shape: &Shape, memory: Option<Memory>) -> Result<Loading, Mistakes> {
+pub fn loading(arguments: &Arguments, shape: &Shape, site: Site) -> Result<Loading, Mistakes> {
     let mut mistakes = Vec::new();
-    let budget = budget(arguments, memory, &mut mistakes);
+    let budget = budget(arguments, site.memory, &mut mistakes);
+    let engram = flag_text(arguments, "engram").and_then(engram_place).unwrap_or_default();
     let threads = flag_count(arguments, "threads").map_or_else(machine::physical_cores, |count| count as usize);
     let longest = shape.max_position_embeddings as u32;
     let context = match flag_count(arguments, "context") {
@@ -94,7 +110,8 @@ pub fn loading(arguments: &Arguments, shape: &Shape, memory: Option<Memory>) -> 
         kept_bytes,
         program_bytes: PROGRAM_BYTES,
         disk_index_bytes: disk::index_bytes(arguments, budget),
-        ..MemoryPlan::new(shape, slots, context, round_rows, threads, Some(pages))
+        engram,
+        ..MemoryPlan::on(site.backend, shape, slots, context, round_rows, threads, Some(pages))
     };
     let page_bytes = with_pages(1, 1, 1, 0).page_bytes.max(1);
     let is_kept = !matches!(flag_value(arguments, "prefix-cache"), Some(Value::Text(text)) if text == "off");
@@ -112,6 +129,13 @@ pub fn loading(arguments: &Arguments, shape: &Shape, memory: Option<Memory>) -> 
     let room = budget.unwrap_or(u64::MAX);
     let refuse = |text: String| Mistakes(vec![text]);
     let least = plan(1, context.unwrap_or(1));
+    if let Some(host) = site.host.map(machine::budget).filter(|host| least.host_only_bytes() > *host) {
+        return Err(refuse(format!(
+            "the host keeps {} beside the GPU, and {} are there. Use --engram disk or mmap, or a smaller --prefix-cache-bytes",
+            show_bytes(least.host_only_bytes()),
+            show_bytes(host)
+        )));
+    }
     if least.fixed_bytes() > room {
         return Err(refuse(format!(
             "the weights, the activations and the program itself need {}, and {} are there. Use a machine with more \
@@ -160,6 +184,8 @@ pub fn loading(arguments: &Arguments, shape: &Shape, memory: Option<Memory>) -> 
     let own_pages = slot_pages(slots, context);
     let prefix_cache_bytes = asked_bytes.unwrap_or_else(|| {
         let idle = room.saturating_sub(with_pages(slots, context, own_pages, 0).total_bytes()) / 2;
+        let idle =
+            idle.min(site.host.filter(|_| site.backend.is_some()).map_or(u64::MAX, |host| machine::budget(host) / 2));
         idle.min(KEPT_WINDOWS_AUTO * (u64::from(context) * plan.position_bytes + 4 * plan.snapshot_bytes))
     });
     let pages = own_pages.saturating_add(kept_pages(prefix_cache_bytes));
@@ -174,7 +200,7 @@ pub fn loading(arguments: &Arguments, shape: &Shape, memory: Option<Memory>) -> 
         pages: Some(pages),
         ..Options::default()
     };
-    Ok(Loading { options, plan, prefix_cache_bytes, budget })
+    Ok(Loading { options, plan, prefix_cache_bytes, budget, engram })
 }
 
 /// The largest number from 1 to `most` for which `fits` holds; it holds for smaller ones where it does for larger.
@@ -373,8 +399,8 @@ mod tests {
         Shape::from_config(&files.config().unwrap()).unwrap()
     }
 
-    fn memory(available: u64) -> Option<Memory> {
-        Some(Memory { total: 1 << 42, available })
+    fn memory(available: u64) -> Site {
+        Site { memory: Some(Memory { total: 1 << 42, available }), ..Site::default() }
     }
 
     #[test]
@@ -388,7 +414,7 @@ mod tests {
         assert!(tight.options.context < 8192 && tight.options.slots == 1, "{tight:?}");
         assert!(tight.plan.total_bytes() <= 76 << 20);
         // Without any figure of the machine everything is taken as asked.
-        let unknown = super::loading(&arguments("serve --parallel 3"), &FLASH, None).unwrap();
+        let unknown = super::loading(&arguments("serve --parallel 3"), &FLASH, Site::default()).unwrap();
         assert_eq!((unknown.options.context, unknown.options.slots, unknown.budget), (1 << 20, 3, None));
     }
 

@@ -5,14 +5,11 @@ use std::time::Instant;
 
 use serde_json::json;
 use sha2::{Digest, Sha256};
-use tf_device::Device;
-use tf_device::gpu::{Backend, GpuQueue};
-use tf_kernels::{float_step, tensor_step};
 use tf_model::deepseek_v41::Fault;
 use tf_model::deepseek_v41::laws::{Extent, LAWS, Law, Subject};
-use tf_model::deepseek_v41::load::Weights;
 
 use crate::arguments::{Arguments, Mistakes};
+use crate::device::{Arithmetic, arithmetic};
 use crate::failure::{Failure, print};
 use crate::load;
 use crate::options::Environment;
@@ -35,14 +32,7 @@ pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failu
     let checked = load::checked(&located, arguments)?;
     let options = checked.loading.options.clone();
     let tokens = checked.tokenizer.encode_plain(TEXT).map_err(|error| Failure::run_time(error.to_string()))?;
-    let weights = Weights::load(
-        std::sync::Arc::clone(&checked.checkpoint),
-        &checked.shape,
-        &checked.device,
-        options.threads,
-        &|_| {},
-    )
-    .map_err(|error| Failure::run_time(error.to_string()))?;
+    let weights = checked.weights(options.threads, &|_| {})?;
     let mut subject = Subject::new(checked.shape.clone(), weights, checked.hash.clone(), options.clone(), &tokens)
         .map_err(Failure::run_time)?;
     subject.extent = if arguments.is_on("quick") { Extent::Quick } else { Extent::Full };
@@ -55,7 +45,7 @@ pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failu
             (1.., 0) => passed += 1,
             _ => failed += 1,
         }
-        print(&format!("{}\n", found.line(is_json)))?;
+        print(&format!("{}\n", ground(&found, is_json)))?;
     }
     let on_gpu = checked.device.backend().is_some();
     for law in LAWS.iter().filter(|law| wanted.contains(&law.id) && !(law.cpu_only && on_gpu)) {
@@ -114,47 +104,18 @@ pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failu
     }
 }
 
-/// What a GPU's own arithmetic was asked.
-struct Arithmetic {
-    title: &'static str,
-    compared: usize,
-    differ: usize,
-    first: Option<String>,
-}
-
-/// The ground of every other claim about a GPU: whether tensor cores add as the emulator of the kernel contract says (CUDA), or
-/// float32 is the declared one (Metal). `None` for the CPU.
-fn arithmetic(device: &Device) -> Result<Option<Arithmetic>, Failure> {
-    const TILES: usize = 256;
-    const STEPS: usize = 16;
-    match device {
-        Device::Gpu(gpu) if gpu.backend() == Backend::Cuda => {
-            let found = tensor_step::probe(&mut GpuQueue::new(gpu), TILES, STEPS, 1);
-            let found = found.map_err(|error| Failure::run_time(error.to_string()))?;
-            let tensor_step::Found { compared, differ, first } = found;
-            Ok(Some(Arithmetic { title: "tensor cores add as the emulator", compared, differ, first }))
-        }
-        Device::Cpu(_) | Device::Gpu(_) => Ok(crate::device::arithmetic(device)?.map(|found| {
-            let float_step::Found { compared, differ, flushed, first } = found;
-            let note = (flushed > 0).then(|| format!("({flushed} for want of subnormals, which is no fault)"));
-            Arithmetic { title: "float32 is as declared", compared, differ, first: first.or(note) }
-        })),
-    }
-}
-
-impl Arithmetic {
-    fn line(&self, is_json: bool) -> String {
-        let Arithmetic { title, compared, differ, first } = self;
-        let result = if *compared > 0 && *differ == 0 { "pass" } else { "fail" };
-        match is_json {
-            true => json!({"law": "G0", "title": title, "result": result, "compared": compared, "differ": differ,
-                "first": first})
-            .to_string(),
-            false => {
-                let (result, first) = (result.to_uppercase(), first.as_deref().unwrap_or(""));
-                let line = format!("{result} G0 {title:<32} {compared} results compared, {differ} differ {first}");
-                line.trim_end().to_owned()
-            }
+/// The answer of a GPU about its arithmetic, as a line.
+fn ground(found: &Arithmetic, is_json: bool) -> String {
+    let Arithmetic { title, compared, differ, first } = found;
+    let result = if *compared > 0 && *differ == 0 { "pass" } else { "fail" };
+    match is_json {
+        true => json!({"law": "G0", "title": title, "result": result, "compared": compared, "differ": differ,
+            "first": first})
+        .to_string(),
+        false => {
+            let (result, first) = (result.to_uppercase(), first.as_deref().unwrap_or(""));
+            let line = format!("{result} G0 {title:<32} {compared} results compared, {differ} differ {first}");
+            line.trim_end().to_owned()
         }
     }
 }

@@ -10,7 +10,7 @@ fn read(line: &str, environment: &[(&str, &str)]) -> Result<Arguments, Mistakes>
 
 #[test]
 fn values_are_read_in_every_spelling() {
-    let cases: [(Kind, &str, Value); 22] = [
+    let cases: [(Kind, &str, Value); 24] = [
         (count_kind(), "0", Value::Count(0)),
         (count_kind(), "32k", Value::Count(32_768)),
         (count_kind(), "1M", Value::Count(1_048_576)),
@@ -32,6 +32,8 @@ fn values_are_read_in_every_spelling() {
         (Kind::Switch, "true", Value::On(true)),
         (Kind::List, "1, 2", Value::List(vec!["1".into(), "2".into()])),
         (Kind::Effort, "ultra", Value::Text("ultra".into())),
+        (Kind::EngramPlace, "mmap", Value::Text("mmap".into())),
+        (Kind::EngramPlace, "disk:4GiB", Value::Text("disk:4GiB".into())),
         (Kind::TemplateArguments, "{\"thinking\": false}", Value::On(false)),
     ];
     for (kind, text, expected) in cases {
@@ -51,6 +53,8 @@ fn values_are_read_in_every_spelling() {
         (Kind::SizeOrFraction, "1.5"),
         (Kind::OnOffCount { most: 64 }, "65"),
         (Kind::Effort, "101"),
+        (Kind::EngramPlace, "ram:1GiB"),
+        (Kind::EngramPlace, "disk:"),
         (Kind::Effort, "+5"),
         (Kind::List, "1,,2"),
         (Kind::Text, ""),
@@ -141,8 +145,7 @@ fn mistakes_are_named() {
         ("serve --reasoning-effort huge", "expected none, minimal, low, medium, high, xhigh, max, ultra, or a number"),
         ("serve --backend tpu", "--backend tpu: expected auto or cpu"),
         ("serve --device 0", "--device 0 has no effect on the cpu backend"),
-        ("serve --devices 0", "--devices is refused: it has no effect on the cpu backend"),
-        ("serve --engram disk:4GiB", "expected mmap: disk is not built yet"),
+        ("serve --engram disc", "--engram disc: expected mmap, ram, disk, or disk with the size of its cache"),
         ("serve --numerics fast", "expected release"),
         ("serve --tls-cert a", "--tls-cert is refused: there is no TLS listener yet"),
         ("serve --speculative-config {}", "--speculative-config is refused: use --draft N"),

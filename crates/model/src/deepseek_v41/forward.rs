@@ -23,6 +23,7 @@ use super::cache::{Cache, CacheError};
 use super::draft;
 use super::draw::DrawError;
 use super::engram::EngramHash;
+use super::engram_rows::RowError;
 use super::fault::Fault;
 use super::load::{Hyper, Layer, Weights};
 use super::rows::{RoundRows, RowSet};
@@ -38,6 +39,8 @@ pub enum StepError {
     Cache(#[from] CacheError),
     #[error(transparent)]
     Engram(#[from] engram::EngramError),
+    #[error(transparent)]
+    EngramRow(#[from] RowError),
     #[error(transparent)]
     Draw(#[from] DrawError),
     #[error("the round has {rows} rows, the model takes {max}")]
@@ -196,21 +199,23 @@ pub(super) fn engram(
 ) -> Result<(), StepError> {
     let Step { shape, tables, queue, scratch: s } = step;
     let rows = round.rows.set(round.rows.enter(layer));
-    let table = weights.engram_table(index);
     let memory = weights.layers[layer].engram.as_ref().expect("an Engram layer has its weights");
     round.history.fill(&tables.hash, index, &rows.rows, round.cache);
+    let gathered = weights.engram.rows(index, &round.history.ids)?;
+    let (table, ids) = gathered.table(&round.history.ids);
     engram::launch_gather(
         queue,
         engram::GatherArgs {
             codes: table.codes,
             scales: table.scales,
-            ids: &round.history.ids,
+            ids,
             columns: shape.engram_columns(),
             head_dim: shape.engram_head_dim,
             quantise: true,
             out: &mut s.memory,
         },
-    )?;
+    )
+    .map_err(|error| gathered.named(error, &round.history.ids))?;
     fp8(queue, &s.memory, rows.len(), &memory.wkv, &mut s.memory_kv, Finish::Bf16)?;
     engram::launch_gate(
         queue,

@@ -15,10 +15,11 @@ use tf_kernels::pack::PackError;
 use tf_kernels::{linear_bf16, linear_fp8, moe_experts};
 use tf_numerics::bf16;
 
+use super::engram_rows::{EngramPlace, EngramPlaceError, EngramTables};
 use super::shape::Shape;
 use super::weights::{self, BindError, Bound, Owner};
 
-/// All weights of the text path, packed, and the mapped n-gram tables.
+/// All weights of the text path, packed, and the n-gram tables.
 #[derive(Debug)]
 pub struct Weights {
     /// `[vocabulary, hidden]` bf16.
@@ -30,15 +31,6 @@ pub struct Weights {
     pub draft: Draft,
     pub(super) engram: EngramTables,
     pub(super) device: Device,
-}
-
-/// Where the n-gram tables lie.
-#[derive(Debug)]
-pub(super) enum EngramTables {
-    /// The names of weight and scale in a mapped checkpoint.
-    Mapped { checkpoint: Arc<Checkpoint>, names: Vec<[String; 2]> },
-    /// Codes and scales of each table.
-    Owned(Vec<[Vec<u8>; 2]>),
 }
 
 /// A backbone layer or a draft block.
@@ -140,15 +132,6 @@ pub struct Draft {
     pub confidence: Buffer,
 }
 
-/// One n-gram table as it lies in its file.
-#[derive(Clone, Copy, Debug)]
-pub struct EngramTable<'a> {
-    /// `[rows, engram_head_dim]` E4M3.
-    pub codes: &'a [u8],
-    /// `[rows, engram_head_dim / 32]` E8M0.
-    pub scales: &'a [u8],
-}
-
 /// How far loading is, in bytes of the checkpoint's packed tensors.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LoadProgress {
@@ -210,29 +193,13 @@ impl Weights {
         Ok(Weights { embed, norm, head, layers, draft, engram, device: device.clone() })
     }
 
-    /// The n-gram table of an Engram layer.
+    /// The same with the n-gram rows where `place` says.
     ///
-    /// # Panics
-    /// When `engram_index` isn't one of the shape's Engram layers.
-    pub fn engram_table(&self, engram_index: usize) -> EngramTable<'_> {
-        match &self.engram {
-            EngramTables::Mapped { checkpoint, names } => {
-                let [codes, scales] = &names[engram_index];
-                let bound = |name: &String| checkpoint.view(name).expect("bound when the weights were loaded").bytes;
-                EngramTable { codes: bound(codes), scales: bound(scales) }
-            }
-            EngramTables::Owned(tables) => {
-                let [codes, scales] = &tables[engram_index];
-                EngramTable { codes, scales }
-            }
-        }
-    }
-
-    fn engram_count(&self) -> usize {
-        match &self.engram {
-            EngramTables::Mapped { names, .. } => names.len(),
-            EngramTables::Owned(tables) => tables.len(),
-        }
+    /// # Errors
+    /// [`EngramPlaceError`] for rows that have no file, or no room.
+    pub fn with_engram(mut self, place: EngramPlace, shape: &Shape) -> Result<Weights, EngramPlaceError> {
+        self.engram = self.engram.placed(place, shape.engram_head_dim)?;
+        Ok(self)
     }
 
     /// Where the packed weights are.
@@ -258,10 +225,7 @@ impl Weights {
         let draft = &self.draft;
         let buffers = [&draft.main_norm, &draft.norm, &draft.markov_embed, &draft.markov_head, &draft.confidence];
         bytes.draft += draft.main_proj.bytes() as u64 + sum_bytes(&buffers);
-        for index in 0..self.engram_count() {
-            let table = self.engram_table(index);
-            bytes.engram_mapped += (table.codes.len() + table.scales.len()) as u64;
-        }
+        bytes.engram = (0..self.engram.count()).map(|index| self.engram.table_bytes(index)).sum();
         bytes
     }
 }
@@ -312,12 +276,12 @@ pub struct WeightBytes {
     pub experts: u64,
     /// Draft blocks and draft head.
     pub draft: u64,
-    /// The n-gram tables, where they are mapped.
-    pub engram_mapped: u64,
+    /// The n-gram tables, wherever they lie.
+    pub engram: u64,
 }
 
 impl WeightBytes {
-    /// What is held in the device's memory: everything but the mapped tables.
+    /// What is held in the device's memory: everything but the n-gram tables.
     pub fn resident(&self) -> u64 {
         self.embedding + self.head + self.dense + self.experts + self.draft
     }
@@ -333,7 +297,7 @@ impl WeightBytes {
                 Owner::Embed => &mut bytes.embedding,
                 Owner::LmHead => &mut bytes.head,
                 Owner::MoeExperts => &mut bytes.experts,
-                Owner::EngramTable => &mut bytes.engram_mapped,
+                Owner::EngramTable => &mut bytes.engram,
                 _ => &mut bytes.dense,
             };
             *part += packed;
@@ -700,11 +664,11 @@ mod tests {
     fn the_release_fits_its_reported_size() {
         let bytes = WeightBytes::plan(&FLASH);
         // 768 million rows of 256 codes and 8 scales.
-        assert_eq!(bytes.engram_mapped, (384_006_168 + 384_016_682) * 264);
+        assert_eq!(bytes.engram, (384_006_168 + 384_016_682) * 264);
         assert_eq!(bytes.embedding, 129_280 * 5120 * 2);
         let routed = 40 * 384 * 3 * (2304 * 5120 / 2 + 2304 * 5120 / 32);
         assert!(bytes.experts > routed && bytes.experts < routed + routed / 50, "{bytes:?}");
-        let gib = (bytes.resident() + bytes.engram_mapped) >> 30;
+        let gib = (bytes.resident() + bytes.engram) >> 30;
         assert!((470..480).contains(&gib), "about 475 GiB are reported, {gib} are planned");
     }
 
@@ -730,7 +694,7 @@ mod tests {
         assert_eq!(weights.layers[5].hc_ffn.scale.f32(), scale);
         let embed = checkpoint.view("embed.weight").unwrap().bf16_bits().unwrap();
         assert_eq!(weights.embed.u16(), embed);
-        let table = weights.engram_table(1);
+        let table = weights.engram.table(1).unwrap();
         assert_eq!((table.codes, table.scales.len()), (bytes("layers.4.engram.embed.weight"), 630));
         // Sources own what the role table says.
         let roles = |layer: usize| {

@@ -1,16 +1,19 @@
 //! What serving a shape takes, in bytes by part, before anything is loaded.
 //!
 //! Weights and caches are counted with the same tables that later hold them, activations buffer by buffer; a test
-//! compares the sum with what a loaded model has taken. Buffers take memory only where something is written. The n-gram
-//! tables are listed apart, because they stay mapped and the system may drop their pages.
+//! compares the sum with what a loaded model has taken. Buffers take memory only where something is written. On a GPU the
+//! plan is that of its memory, and what the host keeps beside it is counted apart. Mapped n-gram tables are no part of any
+//! sum, because the system may drop their pages.
 
-use tf_kernels::{attention, hyper, kv_compress, kv_store};
+use tf_device::gpu::Backend;
+use tf_kernels::{hyper, kv_compress, kv_store};
 
 use super::cache::CacheLayout;
+use super::engram_rows::EngramPlace;
 use super::load::WeightBytes;
 use super::model::LOGITS_ROWS;
 use super::pages::PAGE_POSITIONS;
-use super::scratch::{attention_shape, score_floats};
+use super::scratch::{attention_floats, score_floats};
 use super::shape::Shape;
 
 /// Weight rows that a thread unpacks at once, at most.
@@ -19,6 +22,10 @@ const TILE_ROWS: usize = 16;
 /// The plan for one set of options.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MemoryPlan {
+    /// Whose memory it is; `None` for a model on the CPU.
+    pub backend: Option<Backend>,
+    /// Where the n-gram rows live. Whoever serves sets this.
+    pub engram: EngramPlace,
     pub weights: WeightBytes,
     pub context: u32,
     pub slots: u32,
@@ -43,12 +50,27 @@ pub struct MemoryPlan {
 }
 
 impl MemoryPlan {
-    /// `pages`: as in the model's options; `None` lets every slot fill while as much again is kept.
+    /// For a model on the CPU. `pages`: as in the model's options; `None` lets every slot fill while as much again is kept.
     pub fn new(shape: &Shape, slots: u32, context: u32, round_rows: u32, threads: usize, pages: Option<u32>) -> Self {
+        MemoryPlan::on(None, shape, slots, context, round_rows, threads, pages)
+    }
+
+    /// As [`MemoryPlan::new`], on a GPU of this backend; its launches share no memory of threads.
+    pub fn on(
+        backend: Option<Backend>,
+        shape: &Shape,
+        slots: u32,
+        context: u32,
+        round_rows: u32,
+        threads: usize,
+        pages: Option<u32>,
+    ) -> Self {
         let layout = CacheLayout::new(shape, slots, context, pages);
         let rings = (layout.layer_count + layout.draft_count) * layout.window_record_bytes;
-        let (scores, activations) = activation_bytes(shape, round_rows as usize, context as usize, threads);
+        let (scores, activations) = activation_bytes(backend, shape, round_rows as usize, context as usize, threads);
         MemoryPlan {
+            backend,
+            engram: EngramPlace::Mapped,
             weights: WeightBytes::plan(shape),
             context,
             slots,
@@ -66,15 +88,35 @@ impl MemoryPlan {
         }
     }
 
-    /// Weights, caches and activations together, without the mapped tables.
+    /// Weights, caches and activations together, without mapped tables; on a GPU without what the host keeps.
     pub fn total_bytes(&self) -> u64 {
-        self.fixed_bytes() + u64::from(self.slots) * self.slot_bytes + self.page_bytes + self.kept_bytes
+        let kept = if self.backend.is_none() { self.kept_bytes } else { 0 };
+        self.fixed_bytes() + u64::from(self.slots) * self.slot_bytes + self.page_bytes + kept
     }
 
     /// What doesn't depend on how many requests run.
     pub fn fixed_bytes(&self) -> u64 {
-        let beside = self.program_bytes + self.disk_index_bytes;
+        let beside = if self.backend.is_none() { self.beside_bytes() } else { 0 };
         self.weights.resident() + self.indexer_bytes + self.activation_bytes + beside
+    }
+
+    /// What the host keeps for a model on a GPU: the program itself, kept prefixes, n-gram rows. 0 on the CPU, where that is
+    /// part of the one sum.
+    pub fn host_only_bytes(&self) -> u64 {
+        if self.backend.is_none() { 0 } else { self.beside_bytes() + self.kept_bytes }
+    }
+
+    fn beside_bytes(&self) -> u64 {
+        self.program_bytes + self.disk_index_bytes + self.engram_bytes()
+    }
+
+    /// What the n-gram rows take in the host's memory.
+    pub fn engram_bytes(&self) -> u64 {
+        match self.engram {
+            EngramPlace::Mapped => 0,
+            EngramPlace::Ram => self.weights.engram,
+            EngramPlace::Disk { cache_bytes } => cache_bytes,
+        }
     }
 
     /// One request that fills the whole context.
@@ -104,7 +146,13 @@ impl MemoryPlan {
 }
 
 /// Index scores, and everything else that a round writes: the buffers of `Scratch` and of the draft head's `Context`.
-fn activation_bytes(shape: &Shape, rows: usize, context: usize, threads: usize) -> (usize, usize) {
+fn activation_bytes(
+    backend: Option<Backend>,
+    shape: &Shape,
+    rows: usize,
+    context: usize,
+    threads: usize,
+) -> (usize, usize) {
     let float = size_of::<f32>();
     let (hidden, streams) = (shape.hidden_size, shape.stream_width());
     let experts = shape.n_routed_experts.max(shape.dspark_n_routed_experts);
@@ -129,13 +177,36 @@ fn activation_bytes(shape: &Shape, rows: usize, context: usize, threads: usize) 
         + memory
         + shape.tap_width()
         + draft;
-    let attention = attention_shape(shape, 0, shape.index_topk, 0);
-    let block = attention_shape(shape, 0, 0, shape.dspark_block_size);
-    let threads_floats = attention::scratch_floats(attention, threads).max(attention::scratch_floats(block, threads));
+    let attention = attention_floats(backend, shape, rows, threads);
     // Of the target and of the draft head.
     let logits = 2 * rows.min(LOGITS_ROWS).max(shape.dspark_block_size) * shape.vocab_size;
-    let activations = rows * row + threads_floats + logits;
-    (score_floats(context) * float, activations * float + launch_bytes(shape, rows, threads))
+    let activations = rows * row + attention + logits;
+    let launches = match backend {
+        None => launch_bytes(shape, rows, threads),
+        Some(_) => gpu_launch_bytes(shape, rows),
+    };
+    (score_floats(backend, context, rows) * float, activations * float + launches)
+}
+
+/// What launches on a GPU share, each family for itself, and the driver's own: staging, graphs, modules.
+fn gpu_launch_bytes(shape: &Shape, rows: usize) -> usize {
+    const DRIVER: usize = 96 << 20;
+    /// Rows of a tile of many rows.
+    const TILE: usize = 256;
+    let float = size_of::<f32>();
+    let picks = shape.num_experts_per_tok.max(shape.dspark_num_experts_per_tok);
+    let (hidden, intermediate) = (shape.hidden_size, shape.moe_intermediate_size);
+    // Experts: a pair's activation and result in bf16 and its places in the lists; the shared expert's rows in float32.
+    let pairs = rows * picks * (2 * (hidden + intermediate) + 64);
+    let shared = rows * float * (hidden + 3 * intermediate);
+    // Linears: their inputs in bf16, rows and columns padded.
+    let widest = [shape.stream_width(), shape.query_width(), shape.tap_width(), shape.engram_width()];
+    let widest = widest.into_iter().max().unwrap_or(0).next_multiple_of(TILE);
+    let inputs = rows.next_multiple_of(TILE) * widest * 2;
+    // Draws: sorted values of a batch of drawn rows. Selections: what the parts of a row keep.
+    let draws = rows.min(LOGITS_ROWS) * shape.vocab_size * float;
+    let selections = 16 * rows.min(TILE) * shape.index_topk * float;
+    DRIVER + pairs + shared + inputs + draws + selections
 }
 
 /// What launches on a CPU share: it grows to the largest, the experts of a whole round, in steps of half its size.
@@ -170,6 +241,30 @@ mod tests {
         assert_eq!(plan.full_requests(0), 0);
         assert_eq!(plan.largest_context(&FLASH, u64::MAX), Some(1 << 20));
         assert_eq!(plan.largest_context(&FLASH, plan.weights.resident()), None);
+    }
+
+    #[test]
+    fn a_gpu_holds_the_model_and_the_host_what_is_beside_it() {
+        let on = |backend| MemoryPlan {
+            kept_bytes: 1 << 30,
+            program_bytes: 1 << 20,
+            engram: EngramPlace::Disk { cache_bytes: 1 << 28 },
+            ..MemoryPlan::on(backend, &FLASH, 2, 8192, 512, 64, None)
+        };
+        let (cpu, gpu) = (on(None), on(Some(Backend::Cuda)));
+        let beside = (1 << 30) + (1 << 20) + (1 << 28);
+        assert_eq!((cpu.host_only_bytes(), gpu.host_only_bytes()), (0, beside));
+        assert_eq!(cpu.total_bytes(), MemoryPlan::new(&FLASH, 2, 8192, 512, 64, None).total_bytes() + beside);
+        assert_eq!(
+            gpu.total_bytes(),
+            MemoryPlan::on(Some(Backend::Cuda), &FLASH, 2, 8192, 512, 64, None).total_bytes()
+        );
+        // Scores of many rows at once, and nothing for each of 64 threads.
+        assert!(gpu.indexer_bytes > cpu.indexer_bytes);
+        let more_threads = MemoryPlan::on(Some(Backend::Cuda), &FLASH, 2, 8192, 512, 128, None);
+        assert_eq!(more_threads.activation_bytes, gpu.activation_bytes);
+        let held = MemoryPlan { engram: EngramPlace::Ram, ..gpu };
+        assert_eq!(held.host_only_bytes(), (1 << 30) + (1 << 20) + gpu.weights.engram);
     }
 
     #[test]

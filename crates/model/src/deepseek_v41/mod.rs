@@ -4,6 +4,7 @@ pub mod cache;
 mod draft;
 mod draw;
 pub mod engram;
+pub mod engram_rows;
 pub mod fault;
 mod forward;
 mod inspect;

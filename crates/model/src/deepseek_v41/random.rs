@@ -14,9 +14,8 @@ use tf_kernels::{linear_bf16, linear_fp8, moe_experts};
 use tf_numerics::bf16;
 
 use super::engram::{EngramError, EngramHash, buckets};
-use super::load::{
-    Attention, Compressor, Draft, Engram, EngramTables, Hyper, IndexKeys, Indexer, Layer, Router, Weights,
-};
+use super::engram_rows::EngramTables;
+use super::load::{Attention, Compressor, Draft, Engram, Hyper, IndexKeys, Indexer, Layer, Router, Weights};
 use super::shape::{BLOCK, Shape};
 
 /// Why layers can't be cut out of a shape or filled.

@@ -81,18 +81,6 @@ impl Scratch {
         let row = |width: usize| floats(rows * width);
         let words = |width: usize| Buffer::zeroed_of::<u32>(device, rows * width);
         let hidden = shape.hidden_size;
-        let attention =
-            [attention_shape(shape, 0, shape.index_topk, 0), attention_shape(shape, 0, 0, shape.dspark_block_size)]
-                .map(|shape| match device.backend() {
-                    None => attention::scratch_floats(shape, threads),
-                    Some(Backend::Cuda) => attention::gpu_scratch_floats(shape, rows.min(GPU_TILE_ROWS)),
-                    Some(Backend::Metal) => 0,
-                });
-        let scores = context.next_multiple_of(16);
-        let scores = match device.backend() {
-            None => score_floats(context),
-            Some(_) => scores.max((scores * rows.min(GPU_TILE_ROWS)).min(GPU_SCORE_FLOATS)),
-        };
         let experts = shape.n_routed_experts.max(shape.dspark_n_routed_experts);
         let picks = shape.num_experts_per_tok.max(shape.dspark_num_experts_per_tok);
         Ok(Scratch {
@@ -109,7 +97,7 @@ impl Scratch {
             q: row(shape.query_width())?,
             k: row(shape.head_dim)?,
             records: Buffer::zeroed(device, rows * kv_store::record_bytes(shape.head_dim))?,
-            attention: floats(attention[0].max(attention[1]))?,
+            attention: floats(attention_floats(device.backend(), shape, rows, threads))?,
             o: row(shape.query_width())?,
             z: row(shape.o_groups * shape.o_lora_rank)?,
             raw: row(kv_compress::raw_columns(shape.head_dim, 2))?,
@@ -117,7 +105,7 @@ impl Scratch {
             index_keys: row(shape.index_head_dim)?,
             index_queries: row(shape.index_n_heads * shape.index_head_dim)?,
             index_weights: row(shape.index_n_heads)?,
-            index_scores: floats(scores)?,
+            index_scores: floats(score_floats(device.backend(), context, rows))?,
             selected: words(shape.index_topk)?,
             selected_counts: words(1)?,
             blocks: words(shape.candidate_topk_blocks)?,
@@ -166,9 +154,25 @@ impl Scratch {
     }
 }
 
-/// Floats that index scores of a context take on a CPU.
-pub(super) fn score_floats(context: usize) -> usize {
-    context.next_multiple_of(16).max(SCORE_FLOATS)
+/// Floats that index scores of a context take, for a round of `rows`.
+pub(super) fn score_floats(backend: Option<Backend>, context: usize, rows: usize) -> usize {
+    let scores = context.next_multiple_of(16);
+    match backend {
+        None => scores.max(SCORE_FLOATS),
+        Some(_) => scores.max((scores * rows.min(GPU_TILE_ROWS)).min(GPU_SCORE_FLOATS)),
+    }
+}
+
+/// Floats that attention takes beside its operands, over the selection or a draft block.
+pub(super) fn attention_floats(backend: Option<Backend>, shape: &Shape, rows: usize, threads: usize) -> usize {
+    let shapes =
+        [attention_shape(shape, 0, shape.index_topk, 0), attention_shape(shape, 0, 0, shape.dspark_block_size)];
+    let each = shapes.map(|shape| match backend {
+        None => attention::scratch_floats(shape, threads),
+        Some(Backend::Cuda) => attention::gpu_scratch_floats(shape, rows.min(GPU_TILE_ROWS)),
+        Some(Backend::Metal) => 0,
+    });
+    each[0].max(each[1])
 }
 
 /// Sizes of an attention with these optional keys.

@@ -9,6 +9,7 @@ use tf_device::Device;
 use tf_engine::model::Drafts;
 use tf_engine::request::Sampling;
 use tf_model::deepseek_v41::engram::EngramHash;
+use tf_model::deepseek_v41::engram_rows::EngramPlace;
 use tf_model::deepseek_v41::laws::Subject;
 use tf_model::deepseek_v41::load::Weights;
 use tf_model::deepseek_v41::shape::Shape;
@@ -42,6 +43,15 @@ impl Case {
         let weights = Weights::load(Arc::clone(&self.checkpoint), &shape, device, 1, &|_| {});
         let weights = weights.expect("the checkpoint loads");
         Subject::new(shape, weights, hash, Options::default(), &self.tokens).expect("the laws apply")
+    }
+
+    /// On the CPU, with the n-gram rows in this place.
+    pub fn load_with_engram(&self, place: EngramPlace, options: Options) -> DeepseekV41 {
+        let shape = Shape::from_config(&self.checkpoint.config().expect("a configuration")).expect("a known shape");
+        let hash = EngramHash::new(&shape, self.token_map.clone()).expect("the map fits");
+        let weights = Weights::load(Arc::clone(&self.checkpoint), &shape, &Device::cpu(), options.threads, &|_| {});
+        let weights = weights.expect("the checkpoint loads").with_engram(place, &shape).expect("the rows have a place");
+        DeepseekV41::new(shape, weights, hash, options).expect("the options fit")
     }
 
     pub fn load(&self, options: Options) -> DeepseekV41 {
