@@ -5,6 +5,7 @@ mod check;
 mod cubins;
 mod darwin;
 mod form;
+mod gpu;
 mod notices;
 mod ptx;
 mod sysroot;
@@ -18,6 +19,7 @@ cargo xtask TASK
   check          everything that must hold: format, lints, tests, contract, form, licences
   tidy           form of the tree only: dependency arrows, unsafe, environment, words, sizes
   cubins [90a ..]  compiles the CUDA sources for every architecture, or these, without a GPU
+  gpu FOLDER     checks and times everything on this machine's NVIDIA GPU into FOLDER (--binaries FOLDER: built elsewhere)
   notices        rewrites THIRD-PARTY.md
   gen            rewrites the generated pages in docs/reference
   aarch64        runs the number and kernel tests for 64-bit Arm under user-mode emulation (Debian, x86-64)
@@ -30,6 +32,7 @@ fn main() -> ExitCode {
         "check" => check::run(),
         "tidy" => tidy::run(),
         "cubins" => cubins::run(&std::env::args().skip(2).collect::<Vec<_>>()),
+        "gpu" => gpu::run(&std::env::args().skip(2).collect::<Vec<_>>()),
         "gen" => check::generate(),
         "notices" => notices::run(),
         "aarch64" => aarch64::run(),

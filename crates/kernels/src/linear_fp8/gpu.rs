@@ -12,7 +12,7 @@ static PROGRAM: Program = program("linear_fp8", Some(include_str!("kernel.metal"
 pub(super) fn run(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
     match queue.backend() {
         Backend::Metal => metal(queue, args),
-        Backend::Cuda => cuda(queue, args),
+        Backend::Cuda => cuda(queue, args, None),
     }
 }
 
@@ -40,7 +40,15 @@ fn metal(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
     Ok(())
 }
 
-fn cuda(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
+/// On CUDA with sums in chunks of `chunk` columns instead of the declared ones.
+pub(super) fn run_in_chunks(queue: &mut GpuQueue, args: Args<'_>, chunk: usize) -> Result<(), LaunchError> {
+    match queue.backend() {
+        Backend::Metal => Err(queue.unsupported("linear_fp8 in chunks")),
+        Backend::Cuda => cuda(queue, args, Some(chunk)),
+    }
+}
+
+fn cuda(queue: &mut GpuQueue, args: Args<'_>, chunk: Option<usize>) -> Result<(), LaunchError> {
     let Args { x, rows, groups, products } = args;
     let Some(first) = products.first() else { return Ok(()) };
     let columns = first.weights.columns();
@@ -53,6 +61,6 @@ fn cuda(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
         })
         .collect();
     let (format, input) = (Format::Fp8, Input::F32 { buffer: x, chosen: None });
-    let chunk = cuda::chunk(format, columns);
+    let chunk = chunk.unwrap_or_else(|| cuda::chunk(format, columns));
     cuda::run(queue, Linear { format, columns, groups, chunk, rows, input, products: &mut products })
 }

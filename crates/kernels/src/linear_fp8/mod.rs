@@ -21,7 +21,7 @@ pub mod reference;
 mod tests;
 
 pub use crate::linear::Finish;
-pub use launch::launch;
+pub use launch::{launch, measure_in_chunks};
 pub use pack::Weights;
 
 use tf_device::Buffer;

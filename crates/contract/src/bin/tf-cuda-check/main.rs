@@ -1,10 +1,11 @@
 //! Holds the CUDA linears, experts and head to their mirror on the GPU of this machine, bit for bit, and times them.
 //!
-//! `tf-cuda-check [check] [long] [time] [--out FILE] [--only NAME]`. `check` asks the tensor-core step and compares every
+//! `tf-cuda-check [check] [long] [time] [cost] [--out FILE] [--only NAME]`. `check` asks the tensor-core step and compares every
 //! launch at 1 to 71 rows with [`tf_numerics::fma16`]; `long` compares every row of long prompts with the same row alone;
-//! `time` replays graphs of calls over rotating weights. The kernels are those that the build embeds. Records go to FILE,
+//! `time` replays graphs of calls over rotating weights; `cost` asks what one order for every row count costs. The kernels are those that the build embeds. Records go to FILE,
 //! one JSON object a line.
 
+mod cost;
 mod experts;
 mod linears;
 mod random;
@@ -18,6 +19,7 @@ use anyhow::{Context, Result, bail};
 use serde_json::json;
 use tf_device::cuda::{self, Gpu};
 use tf_device::{Device, Queue};
+use tf_kernels::linear::cuda::Format;
 use tf_kernels::{cubins, tensor_step};
 
 use crate::experts::{Mixture, SIZES};
@@ -149,6 +151,19 @@ impl Session {
         self.records.append(&mut timer.records);
         Ok(())
     }
+
+    fn cost(&mut self) -> Result<()> {
+        let wanted = |name: &str| self.only.as_ref().is_none_or(|only| name.contains(only.as_str()));
+        let gpu = self.gpu.clone();
+        let mut timer = Timer { device: &self.device, queue: &mut self.queue, gpu, records: Vec::new() };
+        cost::heading();
+        let cases = linears::cases().into_iter().filter(|case| case.released && case.format == Format::Fp8);
+        for case in cases.filter(|case| wanted(case.name)) {
+            timer.cost(&case)?;
+        }
+        self.records.append(&mut timer.records);
+        Ok(())
+    }
 }
 
 fn main() -> Result<()> {
@@ -158,8 +173,8 @@ fn main() -> Result<()> {
         match argument.as_str() {
             "--out" => out = arguments.next(),
             "--only" => only = arguments.next(),
-            "check" | "long" | "time" => modes.push(argument),
-            other => bail!("`{other}` is none of check, long, time, --out FILE, --only NAME"),
+            "check" | "long" | "time" | "cost" => modes.push(argument),
+            other => bail!("`{other}` is none of check, long, time, cost, --out FILE, --only NAME"),
         }
     }
     let has = |mode: &str| modes.iter().any(|found| found == mode);
@@ -173,6 +188,9 @@ fn main() -> Result<()> {
     }
     if has("time") {
         session.time()?;
+    }
+    if has("cost") {
+        session.cost()?;
     }
     if let Some(path) = out {
         let mut file = fs::File::create(&path).with_context(|| path.clone())?;

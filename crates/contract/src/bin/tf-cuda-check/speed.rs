@@ -46,14 +46,19 @@ fn filled(queue: &mut Queue, device: &Device, bytes: usize, byte: impl Fn(u64) -
     Ok(buffer)
 }
 
-fn random_fp8(queue: &mut Queue, device: &Device, rows: usize, columns: usize) -> Result<linear_fp8::Weights> {
+pub(crate) fn random_fp8(
+    queue: &mut Queue,
+    device: &Device,
+    rows: usize,
+    columns: usize,
+) -> Result<linear_fp8::Weights> {
     let (codes, scales) = linear_fp8::pack_cuda::packed_len(rows, columns);
     let codes = filled(queue, device, codes, |bits| bits as u8)?;
     let scales = filled(queue, device, scales, |bits| 116 + bits as u8 % 7)?;
     Ok(linear_fp8::Weights::from_packed(rows, columns, codes, scales)?)
 }
 
-fn random_rows(device: &Device, rows: usize, columns: usize) -> Result<Buffer> {
+pub(crate) fn random_rows(device: &Device, rows: usize, columns: usize) -> Result<Buffer> {
     let mut random = Random(columns as u64);
     let x: Vec<f32> = (0..rows * columns).map(|_| f32::from_bits(u32::from(random.bf16(120, 127)) << 16)).collect();
     Ok(Buffer::from_slice(device, &x)?)
@@ -61,7 +66,11 @@ fn random_rows(device: &Device, rows: usize, columns: usize) -> Result<Buffer> {
 
 impl Timer<'_> {
     /// Median, least and most microseconds of a call: a graph of `calls`, replayed.
-    fn time(&mut self, calls: usize, mut call: impl FnMut(&mut Queue, usize) -> Result<()>) -> Result<[f64; 3]> {
+    pub(crate) fn time(
+        &mut self,
+        calls: usize,
+        mut call: impl FnMut(&mut Queue, usize) -> Result<()>,
+    ) -> Result<[f64; 3]> {
         // Working memory and modules are there before anything is recorded.
         call(self.queue, 0)?;
         self.queue.finish()?;
