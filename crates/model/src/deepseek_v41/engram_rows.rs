@@ -42,11 +42,11 @@ pub enum EngramPlaceError {
     Memory { bytes: u64 },
 }
 
-/// Why a round did not get its rows.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 #[error(
     "row {row} of the n-gram table can't be read from {path} at byte {offset}: {reason}. Check the drive and the file"
 )]
+/// Why a round did not get its rows.
 pub struct RowError {
     pub path: String,
     pub row: u32,
@@ -105,6 +105,7 @@ impl EngramTables {
         }
     }
 
+    /// How many there are.
     pub fn count(&self) -> usize {
         match self {
             EngramTables::Mapped { names, .. } => names.len(),

@@ -2,8 +2,8 @@
 //!
 //! `tf-cuda-check [check] [long] [time] [cost] [--out FILE] [--only NAME]`. `check` asks the tensor-core step and compares every
 //! launch at 1 to 71 rows with [`tf_numerics::fma16`]; `long` compares every row of long prompts with the same row alone;
-//! `time` replays graphs of calls over rotating weights; `cost` asks what one order for every row count costs. The kernels are those that the build embeds. Records go to FILE,
-//! one JSON object a line.
+//! `time` replays graphs of calls over rotating weights; `cost` asks what one order for every row count costs. The kernels
+//! are those that the build embeds. Records go to FILE, one JSON object a line.
 
 mod cost;
 mod experts;
