@@ -50,27 +50,8 @@ pub const MOE_EXPERTS: Contract = Contract {
         Control::value("gate and up change places"),
     ],
     edits: &[
-        Control::cuda(
-            "leaves the routing weight out (CUDA)",
-            Gate::Value,
-            include_str!("kernel.cu"),
-            "(gate * sigmoid_own(gate)) * up * args.pair_weight[pair0 + column]",
-            "(gate * sigmoid_own(gate)) * up",
-        ),
-        Control::cuda(
-            "forgets the clamp of the gate (CUDA)",
-            Gate::Value,
-            include_str!("kernel.cu"),
-            "min_second(shape.limit, bf16_round(value[i]))",
-            "bf16_round(value[i])",
-        ),
-        Control::cuda(
-            "forgets the clamp of the gate in tiles (CUDA)",
-            Gate::Value,
-            include_str!("kernel.cu"),
-            "min_second(shape.limit, bf16_round(sum[i + j]))",
-            "bf16_round(sum[i + j])",
-        ),
+        cuda("leaves the routing weight out (CUDA)", "(g * sigmoid_own(g)) * u * weight", "(g * sigmoid_own(g)) * u"),
+        cuda("forgets the clamp of the gate (CUDA)", "g = min_second(limit, bf16_round(gate))", "g = bf16_round(gate)"),
         metal_dot(
             "takes the other half's nibbles (Metal)",
             "codes[16u * block + l] >> 8u * h",
@@ -115,6 +96,11 @@ pub const MOE_EXPERTS: Contract = Contract {
     ],
     standard: STANDARD_CONTROLS,
 };
+
+/// An edit of what this family's CUDA kernels share, which gate 1 must notice.
+const fn cuda(name: &'static str, find: &'static str, replace: &'static str) -> Control {
+    Control::cuda(name, Gate::Value, include_str!("../shared/experts.cuh"), find, replace)
+}
 
 /// An edit of this family's Metal source, which gate 1 must notice.
 const fn metal(name: &'static str, find: &'static str, replace: &'static str) -> Control {

@@ -44,13 +44,29 @@ struct Tile {
     down: &'static str,
     /// Pairs an expert on average from which on it is taken.
     from: usize,
+    shared_bytes: usize,
 }
 
-const TILES: [Tile; 3] = [
-    Tile { pairs: 48, warps: 16, up: "experts_up_tile_48", down: "experts_down_tile_48", from: 12 },
-    Tile { pairs: 64, warps: 8, up: "experts_up_tile_64", down: "experts_down_tile_64", from: 44 },
-    Tile { pairs: 128, warps: 8, up: "experts_up_tile_128", down: "experts_down_tile_128", from: 56 },
-];
+const TILES: [Tile; 5] = {
+    const fn deep(pairs: usize, up: &'static str, down: &'static str, from: usize) -> Tile {
+        Tile { pairs, warps: 16, up, down, from, shared_bytes: DEEP_SHARED }
+    }
+    const fn plain(pairs: usize, up: &'static str, down: &'static str, from: usize) -> Tile {
+        let shared_bytes = tile_shared_bytes(pairs, TILE_SLOTS, 8 * TILE_RING_BYTES);
+        Tile { pairs, warps: 8, up, down, from, shared_bytes }
+    }
+    [
+        deep(16, "experts_up_deep_16", "experts_down_deep_16", 6),
+        deep(24, "experts_up_deep_24", "experts_down_deep_24", 11),
+        deep(48, "experts_up_deep_48", "experts_down_deep_48", 18),
+        plain(64, "experts_up_tile_64", "experts_down_tile_64", 44),
+        plain(128, "experts_up_tile_128", "experts_down_tile_128", 56),
+    ]
+};
+/// Shared memory of the kernels whose warps copy weights twelve stages ahead.
+const DEEP_SHARED: usize = 218 << 10;
+/// Bytes that a kernel of tiles declares beyond what a chip sets aside.
+const TILE_LISTS: usize = 8 << 10;
 /// Stages of a tile's inputs in shared memory, and bytes of a warp's ring of ten stages of weights.
 const TILE_SLOTS: usize = 5;
 const TILE_RING_BYTES: usize = 10 * SLOT;
@@ -93,8 +109,8 @@ impl Figures {
         let (hidden, intermediate) = (args.weights.hidden(), args.weights.intermediate());
         let (rows, picks, experts) = (args.rows, args.picks, args.weights.experts().len());
         let pairs = rows * picks;
-        let fitting = TILES.iter().rev().find(|tile| pairs >= tile.from * experts);
-        let tile = fitting.filter(|_| chip.tiles(rows)).copied();
+        let fits = |tile: &&Tile| pairs >= tile.from * experts && tile.shared_bytes + TILE_LISTS <= chip.shared_bytes;
+        let tile = TILES.iter().rev().find(fits).filter(|_| chip.tiles(rows)).copied();
         let gaps = if tile.is_some() { (ATOM - 1) * pairs.min(experts) } else { 0 };
         let pairs = (pairs + gaps).next_multiple_of(ATOM);
         let limit = if args.limit == 0.0 { f32::INFINITY } else { args.limit };
@@ -268,9 +284,8 @@ impl Routed<'_> {
             self.at(room.pair_weight),
             self.at(if up { room.between } else { room.out }),
         ];
-        let shared_bytes = tile_shared_bytes(tile.pairs, TILE_SLOTS, tile.warps * TILE_RING_BYTES);
         let entry = if up { tile.up } else { tile.down };
-        launch(queue, entry, &mut bindings, &shape, [self.chip.units, (tile.warps + 4) * 32, shared_bytes])
+        launch(queue, entry, &mut bindings, &shape, [self.chip.units, (tile.warps + 4) * 32, tile.shared_bytes])
     }
 
     /// Gate, up and activation, or down.

@@ -28,7 +28,7 @@ use crate::speed::Timer;
 
 const LONG_ROWS: [usize; 2] = [512, 2000];
 /// Of experts, so that every size of tile occurs.
-const LONG_EXPERT_ROWS: [usize; 4] = [130, 150, 512, 2000];
+const LONG_EXPERT_ROWS: [usize; 5] = [66, 130, 150, 512, 2000];
 const TIMED_ROWS: [usize; 7] = [1, 6, 16, 32, 128, 512, 2048];
 
 /// A line for whoever reads along, who may leave: the records go on.
