@@ -11,7 +11,8 @@ use tf_device::gpu::Backend;
 use tf_kernels::contract::{Case, Contract, Plant};
 use tf_kernels::cubins;
 
-/// Families whose products are chains of tensor-core steps; all others have the CPU's order.
+/// Families whose products are chains of tensor-core steps. All others have the CPU's order, or a mirror of their own
+/// (`World::stepped`), which goes before.
 const OWN_ORDER: [&str; 4] = ["linear_fp8", "linear_bf16", "lm_head", "moe_experts"];
 
 /// The ways to cut a launch: as the device is, on a few of its multiprocessors, and with the least shared memory of any
