@@ -92,6 +92,7 @@ fn emulated_cuda_selects_what_the_cpu_selects_whatever_the_values_and_the_length
         (16_384, 5000, 5000, 4),
         (16_385, 512, 300, 64),
         (40_003, 513, 2048, 8),
+        (40_003, 5000, 5000, 1),
     ] {
         let rows = rows_of(entries);
         let shape = CandidateShape { blocks_max, block_size };

@@ -12,6 +12,8 @@ const PART: usize = 16_384;
 const SHORT_PART: usize = 8192;
 /// What the merge selects from.
 const MERGED: usize = 32_768;
+/// Blocks whose keys one block of threads finds, where the merge takes all of a row's.
+const KEYED_BLOCKS: usize = 4096;
 
 pub(super) fn run(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
     match queue.backend() {
@@ -105,6 +107,10 @@ impl Cut {
     fn of(length: usize, kept: usize) -> Cut {
         let segment = kept.next_multiple_of(4);
         let part = if length.div_ceil(SHORT_PART) * segment <= PART { SHORT_PART } else { PART };
+        Cut::into(length, part, segment)
+    }
+
+    fn into(length: usize, part: usize, segment: usize) -> Cut {
         Cut { part, parts: length.div_ceil(part), segment }
     }
 
@@ -120,8 +126,12 @@ fn run_cuda(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
     let entries = if mode == 2 { args.stride.min(blocks_max * block_size) } else { args.stride };
     let blocks = if mode == 1 { args.stride.div_ceil(block_size) } else { 0 };
     let lists = if mode == 1 { 2 } else { 1 };
-    let cuts = [Cut::of(entries, args.top_k), Cut::of(blocks, blocks_max)];
+    let blocks_whole = blocks <= MERGED;
+    let cut_blocks =
+        if blocks_whole { Cut::into(blocks, KEYED_BLOCKS, KEYED_BLOCKS) } else { Cut::of(blocks, blocks_max) };
+    let cuts = [Cut::of(entries, args.top_k), cut_blocks];
     let shape = cuts.iter().fold(sizes(&args), |shape, cut| shape.uint(cut.part).uint(cut.parts));
+    let shape = shape.uint(usize::from(blocks_whole));
     if entries.max(blocks) <= PART {
         return launch_whole(queue, args, &shape, (count(lists * rows), CUDA_THREADS, 0));
     }

@@ -7,7 +7,8 @@
 // A selection is one list's: of a row's entries, or, where mode is 1, of its blocks. Lists of up to 16384 are one block's. Longer
 // ones: top_k_parts selects from each part, whatever is among the list's largest being among its part's, and top_k_merge from
 // what they kept.
-// work kept [tile_rows, 2, width] u32: keys, then indices, of the parts' entries and of their blocks, a multiple of 4 a part
+// work kept [tile_rows, 2, width] u32: keys, then indices, of the parts' entries and of their blocks, a multiple of 4 a part; of
+//      blocks that top_k_merge selects from at once all keys
 // grid 1024 threads a list (top_k, top_k_merge) or a part of one (top_k_parts); the lists of a row side by side
 // ties the smaller index; -0 and +0 are equal; NaN and minus infinity are kept only by a row that keeps all it sees
 #include "prelude.cuh"
@@ -15,17 +16,20 @@
 struct Shape {
     u32 tile_first, tile_rows, stride, ratio, top_k, mode, blocks_max, block_size;
     u32 part, parts, block_part, block_parts;  // entries of a part, parts of a row; blocks likewise
+    u32 blocks_whole;                          // whether a row's blocks are selected from at once
 };
 
 constexpr u32 ALL_BLOCKS = 0xffffffffu, THREADS = 1024, WARPS = THREADS / 32, BINS = 2048;
 // A thread holds the keys of four indices that follow each other, a warp of 128: a chunk.
-constexpr u32 CHUNK = 128, CHUNKS = 4, CHUNKS_MERGED = 8;
+constexpr u32 CHUNK = 128, CHUNKS = 4, CHUNKS_MERGED = 8, FEW = 4 * THREADS;
 constexpr u32 LEAST_KEPT = 0x00800000u;
 
 struct Work {
     u32 bins[BINS];
     u32 of_warp[WARPS], equal_of_warp[WARPS];
     u32 bin, left, inside;
+    // Keys that no bound has excluded, and whose they are.
+    u32 keys[FEW], indices[FEW];
 };
 
 // The sum over the lanes up to this one.
@@ -63,6 +67,8 @@ __device__ __forceinline__ void find_bin(Work& work, u32 wanted) {
     __syncthreads();
 }
 
+__device__ __forceinline__ u32 largest(const u32 (&keys)[4]) { return max(max(keys[0], keys[1]), max(keys[2], keys[3])); }
+
 // Where marked indices of a warp come: a byte a chunk, four chunks a word.
 template <u32 WORDS>
 struct Ranks {
@@ -90,47 +96,25 @@ __device__ __forceinline__ u32 byte_of(const u32 (&words)[WORDS], u32 chunk) {
     return words[chunk / 4] >> 8 * (chunk % 4) & 255u;
 }
 
-// Gives `emit` the place and the index of the `wanted` largest of `count` keys, by index ascending; returns how many there are.
-// `wanted` is above 0 and at most `count`, `count` at most 4096 * MOST. `quad` gives the keys of four indices from one below
-// `count` on, 0 beyond the last. By all threads of the block, once.
-template <u32 MOST, class Quad, class Emit>
-__device__ __forceinline__ u32 select_largest(u32 count, u32 wanted, Quad quad, Emit emit, Work& work) {
+// Gives `emit` the place and the index of the `wanted` largest of the block's keys, of which none below `low` is wanted, by index
+// ascending; returns how many there are. Keys below it are at most 0 or excluded by the first range; `shift`: of that range.
+// `keys_of` gives those of a chunk, from registers where there are few.
+template <u32 MOST, class Keys, class Emit>
+__device__ __forceinline__ u32 select_among(Keys keys_of, u32 begin, u32 chunks, u32 low, u32 shift, u32 wanted, Emit emit,
+                                            Work& work) {
     const u32 thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-    const u32 chunks = (count + 4 * THREADS - 1) / (4 * THREADS), begin = warp * chunks * CHUNK + 4 * lane;
-    u32 keys[4 * MOST];
-    work.bins[thread] = work.bins[thread + THREADS] = 0;
-    // Every chunk is asked for at once, so what is none repeats the first keys.
-#pragma unroll
-    for (u32 c = 0; c < MOST; c++) {
-        const u32 i = begin + c * CHUNK;
-        const bool is_there = c < chunks && i < count;
-        u32 four[4];
-        quad(is_there ? i : 0, four);
-#pragma unroll
-        for (u32 k = 0; k < 4; k++) keys[4 * c + k] = is_there ? four[k] : 0;
-    }
-    __syncthreads();
-
-    // A first bound from below: as many keys as are wanted are no less than the wanted-th of the largest of each four.
-    u32 low = 0, high = 0xffffffffu, shift = 21, left = wanted, inside = count;
-    if (chunks > 1 && wanted <= (count + 3) / 4) {
-#pragma unroll
-        for (u32 c = 0; c < MOST; c++) {
-            const u32 most = max(max(keys[4 * c], keys[4 * c + 1]), max(keys[4 * c + 2], keys[4 * c + 3]));
-            if (c < chunks && begin + c * CHUNK < count) atomicAdd(work.bins + (most >> shift), 1u);
-        }
-        __syncthreads();
-        find_bin(work, wanted);
-        low = work.bin << shift;
-        // The keys sought lie close above it; what is beyond the bins is counted in the last.
-        if (low != 0) shift = 13;
-    }
-    // Then the range in which the last of the wanted lies, finer and finer, until all of it is wanted or it is one value.
+    constexpr u32 UNROLL = MOST <= CHUNKS ? MOST : 4;
+    u32 high = 0xffffffffu, left = wanted, inside = 0;
+    // The range in which the last of the wanted lies, finer and finer, until all of it is wanted or it is one value.
     for (;;) {
+#pragma unroll UNROLL
+        for (u32 c = 0; c < MOST; c++) {
+            if (MOST <= CHUNKS && c >= chunks) continue;
+            u32 keys[4];
+            keys_of(c, keys);
 #pragma unroll
-        for (u32 k = 0; k < 4 * MOST; k++) {
-            if (k / 4 < chunks && keys[k] >= low && keys[k] <= high) {
-                atomicAdd(work.bins + min((keys[k] - low) >> shift, BINS - 1), 1u);
+            for (u32 k = 0; k < 4; k++) {
+                if (keys[k] >= low && keys[k] <= high) atomicAdd(work.bins + min((keys[k] - low) >> shift, BINS - 1), 1u);
             }
         }
         __syncthreads();
@@ -148,15 +132,21 @@ __device__ __forceinline__ u32 select_largest(u32 count, u32 wanted, Quad quad, 
     const bool cuts = left < inside && low >= LEAST_KEPT;
     const u32 least = max(low, LEAST_KEPT);
 
-    u32 kept = 0;
+    u32 kept = 0, equal = 0;
+#pragma unroll UNROLL
+    for (u32 c = 0; c < MOST; c++) {
+        if (MOST <= CHUNKS && c >= chunks) continue;
+        u32 keys[4];
+        keys_of(c, keys);
 #pragma unroll
-    for (u32 k = 0; k < 4 * MOST; k++) kept |= (keys[k] >= least ? 1u : 0u) << k;
-    constexpr u32 WORDS = MOST / 4;
+        for (u32 k = 0; k < 4; k++) {
+            kept |= (keys[k] >= least ? 1u : 0u) << (4 * c + k);
+            equal |= (keys[k] == least ? 1u : 0u) << (4 * c + k);
+        }
+    }
+    constexpr u32 WORDS = (MOST + 3) / 4;
     if (cuts) {
         // Of the equal ones the first.
-        u32 equal = 0;
-#pragma unroll
-        for (u32 k = 0; k < 4 * MOST; k++) equal |= (keys[k] == least ? 1u : 0u) << k;
         const Ranks<WORDS> ranks = ranks_of<WORDS>(equal, lane);
         const u32 all = warp_sum(__popc(equal));
         if (lane == 0) work.equal_of_warp[warp] = all;
@@ -198,6 +188,97 @@ __device__ __forceinline__ u32 select_largest(u32 count, u32 wanted, Quad quad, 
         for (u32 i = thread; i < min(kept_all - first, BINS); i += THREADS) emit(first + i, work.bins[i]);
     }
     return kept_all;
+}
+
+// Gives `emit` the place and the index of the `wanted` largest of `count` keys, by index ascending; returns how many there are.
+// `wanted` is above 0 and at most `count`, `count` at most 4096 * MOST. `quad` gives the keys of four indices from one below
+// `count` on, 0 beyond the last. By all threads of the block, once.
+template <u32 MOST, class Quad, class Emit>
+__device__ __forceinline__ u32 select_largest(u32 count, u32 wanted, Quad quad, Emit emit, Work& work) {
+    const u32 thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+    const u32 chunks = (count + 4 * THREADS - 1) / (4 * THREADS), begin = warp * chunks * CHUNK + 4 * lane;
+    // Many keys are asked for again each time.
+    constexpr bool HOLDS = MOST <= CHUNKS;
+    constexpr u32 UNROLL = HOLDS ? MOST : 4;
+    u32 held[HOLDS ? 4 * MOST : 4], few[4];
+    work.bins[thread] = work.bins[thread + THREADS] = 0;
+    // Several chunks are asked for at once, so what is none repeats the first keys.
+    const auto ask = [&](u32 c, u32(&to)[4]) {
+        const u32 i = begin + c * CHUNK;
+        const bool is_there = c < chunks && i < count;
+        quad(is_there ? i : 0, to);
+#pragma unroll
+        for (u32 k = 0; k < 4; k++) to[k] = is_there ? to[k] : 0;
+    };
+    const auto keys_of = [&](u32 c, u32(&to)[4]) {
+        if (!HOLDS) ask(c, to);
+#pragma unroll
+        for (u32 k = 0; k < 4; k++) to[k] = HOLDS ? held[HOLDS ? 4 * c + k : 0] : to[k];
+    };
+    const auto few_of = [&](u32, u32(&to)[4]) {
+#pragma unroll
+        for (u32 k = 0; k < 4; k++) to[k] = few[k];
+    };
+#pragma unroll
+    for (u32 c = 0; HOLDS && c < MOST; c++) {
+        u32 four[4];
+        ask(c, four);
+#pragma unroll
+        for (u32 k = 0; k < 4; k++) held[HOLDS ? 4 * c + k : 0] = four[k];
+    }
+    __syncthreads();
+    if (chunks == 1) {
+        keys_of(0, few);
+        return select_among<1>(few_of, begin, 1, 0, 21, wanted, emit, work);
+    }
+    if (wanted > (count + 3) / 4) return select_among<MOST>(keys_of, begin, chunks, 0, 21, wanted, emit, work);
+
+    // A bound from below: as many keys as are wanted are no less than the wanted-th of the largest of each four.
+#pragma unroll UNROLL
+    for (u32 c = 0; c < MOST; c++) {
+        u32 four[4];
+        keys_of(c, four);
+        if (c < chunks && begin + c * CHUNK < count) atomicAdd(work.bins + (largest(four) >> 21), 1u);
+    }
+    __syncthreads();
+    find_bin(work, wanted);
+    // The keys sought lie close above it; what is beyond the bins is counted in the last.
+    const u32 low = work.bin << 21, shift = low != 0 ? 13 : 21;
+    u32 marks = 0;
+#pragma unroll UNROLL
+    for (u32 c = 0; c < MOST; c++) {
+        u32 four[4];
+        keys_of(c, four);
+#pragma unroll
+        for (u32 k = 0; k < 4; k++) marks |= (four[k] >= low ? 1u : 0u) << (4 * c + k);
+    }
+    constexpr u32 WORDS = (MOST + 3) / 4;
+    const Ranks<WORDS> ranks = ranks_of<WORDS>(marks, lane);
+    const u32 of_own_warp = warp_sum(__popc(marks));
+    if (lane == 0) work.of_warp[warp] = of_own_warp;
+    __syncthreads();
+    const u32 of_lane = work.of_warp[lane], left = warp_sum(of_lane);
+    if (left > FEW) return select_among<MOST>(keys_of, begin, chunks, low, shift, wanted, emit, work);
+    // Few are left: they move together, still by index ascending.
+    u32 written = warp_sum(lane < warp ? of_lane : 0);
+#pragma unroll UNROLL
+    for (u32 c = 0; c < MOST; c++) {
+        u32 place = written + byte_of(ranks.before, c), four[4];
+        keys_of(c, four);
+#pragma unroll
+        for (u32 k = 0; k < 4; k++) {
+            if ((marks >> (4 * c + k) & 1u) == 0) continue;
+            work.keys[place] = four[k];
+            work.indices[place++] = begin + c * CHUNK + k;
+        }
+        written += byte_of(ranks.total, c);
+    }
+    __syncthreads();
+    const u32 first = 4 * thread;
+#pragma unroll
+    for (u32 k = 0; k < 4; k++) few[k] = first + k < left ? work.keys[first + k] : 0;
+    const auto emit_own = [&](u32 place, u32 i) { emit(place, work.indices[i]); };
+    return select_among<1>(few_of, first, 1, low, shift, wanted, emit_own, work);
 }
 
 // What a row has to select from.
@@ -250,8 +331,6 @@ __device__ __forceinline__ void entry_keys(const float* scores, u32 i, u32 end, 
     for (u32 k = 1; k < 4; k++) keys[k] = i + k < end ? keys[k] : 0;
 }
 
-__device__ __forceinline__ u32 largest(const u32 (&keys)[4]) { return max(max(keys[0], keys[1]), max(keys[2], keys[3])); }
-
 // The key of a block of entries: the largest of them; the block of the newest entry is above all.
 __device__ __forceinline__ u32 block_key(const float* scores, u32 block, u32 seen, u32 block_size) {
     const u32 first = block * block_size, end = first + block_size;
@@ -289,7 +368,14 @@ __device__ __forceinline__ void block_keys(const float* scores, u32 b, u32 end, 
     }
 }
 
-__device__ __forceinline__ u32 padded(u32 count) { return (count + 3) / 4 * 4; }
+// Words that a part's entries and a part's blocks leave to the merge, and those of a row.
+__device__ __forceinline__ u32 segment_of(const Shape& shape) { return (shape.top_k + 3) / 4 * 4; }
+__device__ __forceinline__ u32 block_segment_of(const Shape& shape) {
+    return shape.blocks_whole != 0 ? shape.block_part : (shape.blocks_max + 3) / 4 * 4;
+}
+__device__ __forceinline__ u32 width_of(const Shape& shape) {
+    return shape.parts * segment_of(shape) + shape.block_parts * block_segment_of(shape);
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 top_k(const float* scores, const RowInfo* rows, u32* selected, u32* counts, u32* blocks, u32* block_counts, const u32* lists,
@@ -330,8 +416,7 @@ top_k_parts(const float* scores, const RowInfo* rows, const u32* lists, const u3
     __shared__ Work work;
     wait_for_inputs();
     const u32 all_parts = shape.parts + shape.block_parts, tile_row = blockIdx.x / all_parts, part = blockIdx.x % all_parts;
-    const u32 segment = padded(shape.top_k), block_segment = padded(shape.blocks_max);
-    const u32 width = shape.parts * segment + shape.block_parts * block_segment;
+    const u32 segment = segment_of(shape), block_segment = block_segment_of(shape), width = width_of(shape);
     const Row row = row_of(rows, lists, list_counts, tile_row, shape);
     const float* from = scores + tile_row * shape.stride;
     u32* to = kept + (u64)tile_row * 2 * width;
@@ -351,6 +436,15 @@ top_k_parts(const float* scores, const RowInfo* rows, const u32* lists, const u3
         const u32 end = min(first + shape.block_part, row.blocks);
         if (first >= row.blocks || !row.publishes) return;
         to += shape.parts * segment + block_part * block_segment;
+        if (shape.blocks_whole != 0) {
+            for (u32 b = 4 * threadIdx.x; b < end - first; b += 4 * THREADS) {
+                u32 four[4];
+                block_keys(from, first + b, end, row.seen, shape.block_size, four);
+#pragma unroll
+                for (u32 k = 0; k < 4; k++) to[b + k] = four[k];
+            }
+            return;
+        }
         const auto quad = [&](u32 b, u32(&keys)[4]) {
             block_keys(from, first + b, end, row.seen, shape.block_size, keys);
         };
@@ -375,8 +469,7 @@ top_k_merge(const RowInfo* rows, const u32* kept, const u32* lists, const u32* l
     __shared__ Work work;
     wait_for_inputs();
     const u32 thread = threadIdx.x, row_lists = shape.mode == 1 ? 2 : 1, tile_row = blockIdx.x / row_lists;
-    const u32 segment = padded(shape.top_k), block_segment = padded(shape.blocks_max);
-    const u32 width = shape.parts * segment + shape.block_parts * block_segment;
+    const u32 segment = segment_of(shape), block_segment = block_segment_of(shape), width = width_of(shape);
     const Row row = row_of(rows, lists, list_counts, tile_row, shape);
     const u32* from = kept + (u64)tile_row * 2 * width;
     const auto quad = [&](u32 i, u32(&keys)[4]) { kept_keys(from, i, keys); };
@@ -385,8 +478,11 @@ top_k_merge(const RowInfo* rows, const u32* kept, const u32* lists, const u32* l
         if (row.publishes) {
             from += shape.parts * segment;
             u32* out = blocks + row.index * shape.blocks_max;
-            const auto emit = [&](u32 place, u32 i) { out[place] = from[width + i]; };
-            const u32 all = (row.blocks + shape.block_part - 1) / shape.block_part * block_segment;
+            const bool whole = shape.blocks_whole != 0;
+            const auto emit = [&](u32 place, u32 i) { out[place] = whole ? i : from[width + i]; };
+            // Parts leave whole segments, and zeros behind their last key.
+            const u32 used = (row.blocks + shape.block_part - 1) / shape.block_part;
+            const u32 all = whole ? (row.blocks + 3) / 4 * 4 : used * block_segment;
             count = select_largest<CHUNKS_MERGED>(all, shape.blocks_max, quad, emit, work);
         }
         if (thread == 0) block_counts[row.index] = count;
