@@ -83,6 +83,19 @@ fn emulated_cuda_enters_a_sublayer_with_the_bits_of_its_mirror_in_every_tile() {
 }
 
 #[test]
+fn attention_on_emulated_cuda_takes_the_steps_of_its_mirror_however_it_is_cut() {
+    if common::ready("attention_on_emulated_cuda_takes_the_steps_of_its_mirror_however_it_is_cut") {
+        // Each number of heads a block, and rows that are many.
+        for (heads, head_dim, rows) in
+            [(8, 160, &[1, 3, 8][..]), (8, 128, &[6]), (40, 160, &[1, 2, 3, 5]), (21, 160, &[1, 4])]
+        {
+            let sizes = Sizes { heads, head_dim, selected: 37, window: 21, ..TINY };
+            hold(cuda_device(Rigour::Proven).unwrap(), sizes, rows, "attention", 2);
+        }
+    }
+}
+
+#[test]
 fn emulated_cuda_selects_from_parts_of_a_long_row_as_the_cpu_from_the_whole() {
     if common::ready("emulated_cuda_selects_from_parts_of_a_long_row_as_the_cpu_from_the_whole") {
         // Three and five parts; the second row sees a little more than the first.

@@ -632,7 +632,6 @@ fn attend(sizes: Sizes, rows: usize, threads: usize) -> Vec<Case> {
         let scratch = attention::scratch_floats(shape, threads).max(attention::gpu_scratch_floats(shape, rows.min(64)));
         let keys_of_row = selected_max + window + block_rows;
         let moved = rows * heads * head_dim * 8 + of.slots * keys_of_row * record;
-        let frequencies = frequencies(sizes);
         let buffers = vec![
             (Input, bytes(&random.bf16(rows * heads * head_dim, 1.0))),
             (Input, keys),
@@ -645,35 +644,44 @@ fn attend(sizes: Sizes, rows: usize, threads: usize) -> Vec<Case> {
             (Floats, zeros(rows * heads * head_dim)),
         ];
         let family = if with_entries { "attention/causal" } else { "attention/block" };
-        cases.push(case(
-            family,
-            rows,
-            buffers,
-            moved,
-            Box::new(move |queue, buffers| {
-                take!([q, records, ring, cache, selected, counts, sinks, scratch, out] = buffers);
-                let pages = table.pages();
-                attention::launch(
-                    queue,
-                    attention::Args {
-                        shape,
-                        span,
-                        q,
-                        rows: &of.rows,
-                        windows: &of.windows,
-                        records,
-                        ring,
-                        compressed: with_entries.then_some(attention::Compressed { cache, pages, selected, counts }),
-                        sinks,
-                        frequencies: &frequencies,
-                        scratch,
-                        out,
-                    },
-                )
-            }),
-        ));
+        let attend = Rc::new(Attend { shape, span, of, table, frequencies: frequencies(sizes) });
+        let mirror = attend.clone();
+        let run: Run = Box::new(move |queue, buffers| attention::launch(queue, attend.args(buffers)));
+        let case = case(family, rows, buffers, moved, run);
+        cases.push(case.mirrored(Box::new(move |buffers| attention::steps::run(mirror.args(buffers)))));
     }
     cases
+}
+
+/// What a launch of attention takes beside its buffers.
+struct Attend {
+    shape: attention::Shape,
+    span: attention::Span,
+    of: Rows,
+    table: Table,
+    frequencies: Vec<f32>,
+}
+
+impl Attend {
+    fn args<'a>(&'a self, buffers: &'a mut [Buffer]) -> attention::Args<'a> {
+        take!([q, records, ring, cache, selected, counts, sinks, scratch, out] = buffers);
+        let pages = self.table.pages();
+        let compressed = attention::Compressed { cache, pages, selected, counts };
+        attention::Args {
+            shape: self.shape,
+            span: self.span,
+            q,
+            rows: &self.of.rows,
+            windows: &self.of.windows,
+            records,
+            ring,
+            compressed: (self.shape.selected_max > 0).then_some(compressed),
+            sinks,
+            frequencies: &self.frequencies,
+            scratch,
+            out,
+        }
+    }
 }
 
 fn router(sizes: Sizes, rows: usize, _threads: usize) -> Vec<Case> {

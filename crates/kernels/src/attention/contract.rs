@@ -1,6 +1,6 @@
 //! What must hold of the attention over window, selection and draft block.
 
-use super::{Args, Compressed, Shape, Span as Keys, launch, reference, scratch_floats};
+use super::{Args, Compressed, Shape, Span as Keys, gpu_scratch_floats, launch, reference, scratch_floats, steps};
 use crate::contract::*;
 use crate::numerics_policy::Numerics;
 use crate::reference_formats::{bf16, e2m1_decode, e4m3_decode, e8m0_decode};
@@ -15,8 +15,9 @@ pub const CAUSAL: Contract = Contract {
     shapes: "q, out [rows, heads, head_dim] f32; window records and compressed records as kv_store and \
         kv_compress; sinks [heads] f32",
     order: "a dot product is one fused chain over the columns; the sums one chain over the keys: entries \
-        ascending, window ascending, sink last",
-    bound: "scores: head_dim + 4 roundings of the absolute products; exp 2.2 U and the score's radius; keys + 4 \
+        ascending, window ascending, sink last; on CUDA chains of sixteen products a step, and thirty-two \
+        partial denominators of quads of places, folded by halves, sink last",
+    bound: "scores: head_dim + 4 roundings of the absolute products; exp 2.2 U and the score's radius; keys + 24 \
         roundings of the sums; bf16 of q, e, o and out as intervals",
     cases: &[
         Case {
@@ -76,6 +77,53 @@ pub const CAUSAL: Contract = Contract {
             "record[head_dim / 2u + c / 16u]",
             "record[head_dim / 2u + c / 32u]",
         ),
+        cuda(
+            "reads the next slot of the ring (CUDA)",
+            "position % shape.ring_len) * bytes",
+            "(position + 1) % shape.ring_len) * bytes",
+        ),
+        cuda("leaves the sink out (CUDA)", "both.y + exp_own(sinks[head + lane] - both.x)", "both.y"),
+        cuda("turns the output the other way (CUDA)", "phase.x = -phase.x;", "phase.x = 0.0f + phase.x;"),
+        cuda(
+            "weighs places without a key (CUDA)",
+            "if (!has_key(keys, place)) instead = -infinite();",
+            "if (place >= keys.places) instead = -infinite();",
+        ),
+        cuda(
+            "truncates the weights (CUDA)",
+            "put(h, quad, bf16_pair(a, b), bf16_pair(c, d));",
+            "put(h, quad, to_bits(a) >> 16 | (to_bits(b) & 0xffff0000u), to_bits(c) >> 16 | (to_bits(d) & 0xffff0000u));",
+        ),
+        cuda(
+            "mixes the window before the entries (CUDA)",
+            "    run(0, keys.entry_places / TILE, true);\n    run(keys.entry_places / TILE, tiles, false);\n",
+            "    run(keys.entry_places / TILE, tiles, false);\n    run(0, keys.entry_places / TILE, true);\n",
+        ),
+        cuda(
+            "takes the queries' columns backwards (CUDA)",
+            "(query + n * 8 * pitch + block * 64);\n#pragma unroll",
+            "(query + n * 8 * pitch + (blocks - 1 - block) * 64);\n#pragma unroll",
+        ),
+        cuda(
+            "swaps the nibbles (CUDA)",
+            "pairs[2] = high_nibbles(front, second);",
+            "pairs[2] = low_nibbles(front, second);",
+        ),
+        cuda(
+            "looks one further back (CUDA)",
+            "reach > shape.window ? reach - shape.window : 0;",
+            "reach > shape.window ? reach - shape.window - 1 : 0;",
+        ),
+        few(
+            "leaves the sink out of few rows (CUDA)",
+            "both[0].y + exp_own(sinks[first_head + head] - both[0].x)",
+            "both[0].y",
+        ),
+        few(
+            "gives few rows the columns of a neighbour (CUDA)",
+            "i / 2 * 16 + g % 4 * 4 + i % 2 * 2;",
+            "i / 2 * 16 + g % 4 * 4 + (i % 2 ^ 1) * 2;",
+        ),
     ],
     standard: STANDARD_CONTROLS,
 };
@@ -122,6 +170,17 @@ pub const BLOCK: Contract = Contract {
             "shape.is_block != 0u ? start + windows[window].row_count : position + 1u",
             "position + 1u",
         ),
+        cuda(
+            "reads the next slot of the ring (CUDA)",
+            "position % shape.ring_len) * bytes",
+            "(position + 1) % shape.ring_len) * bytes",
+        ),
+        cuda("leaves the sink out (CUDA)", "both.y + exp_own(sinks[head + lane] - both.x)", "both.y"),
+        cuda(
+            "sees no row behind (CUDA)",
+            "shape.is_block != 0 ? keys.window.start + keys.window.row_count : keys.position + 1;",
+            "keys.position + 1;",
+        ),
     ],
     ..CAUSAL
 };
@@ -129,6 +188,16 @@ pub const BLOCK: Contract = Contract {
 /// An edit of this family's Metal source, which gate 1 must notice.
 const fn metal(name: &'static str, find: &'static str, replace: &'static str) -> Control {
     Control::metal(name, Gate::Value, include_str!("kernel.metal"), find, replace)
+}
+
+/// The same of its CUDA source.
+const fn cuda(name: &'static str, find: &'static str, replace: &'static str) -> Control {
+    Control::cuda(name, Gate::Value, include_str!("kernel.cu"), find, replace)
+}
+
+/// An edit of the kernels of few rows, which gate 2 must notice beside those of many.
+const fn few(name: &'static str, find: &'static str, replace: &'static str) -> Control {
+    Control::cuda(name, Gate::Geometry, include_str!("kernel.cu"), find, replace)
 }
 
 const CONTROLS: &[Control] = &[
@@ -272,13 +341,14 @@ impl Attention {
             Span { low: e.low.max(0.0), high: e.high }
         };
         let e: Vec<Span> = scores.iter().map(|score| exp(*score)).collect();
-        let sums = keys.len() as f64 + 4.0;
+        // A step of sixteen drops up to 17 of 2^-25 and truncates once: less than 11 U, and two steps may not be full.
+        let sums = keys.len() as f64 + 24.0;
         let total = e.iter().fold(Span::exact(0.0), |sum, e| sum.plus(*e)).plus(exp(Span::exact(sink))).rounded(sums);
         let weights: Vec<Span> = e.iter().map(|e| e.bf16()).collect();
         let column = |c: usize| {
             let values: Vec<f64> = keys.iter().map(|key| key[c]).collect();
             let sum = dot_span(&weights, &values, sums);
-            sum.times(Span { low: 1.0 / total.high, high: 1.0 / total.low }).rounded(1.0).bf16()
+            sum.times(Span { low: 1.0 / total.high, high: 1.0 / total.low }).rounded(2.0).bf16()
         };
         (0..head_dim).map(column).collect()
     }
@@ -407,7 +477,8 @@ impl World for Attention {
         let (records, ring) = (stage.rows_in("records", &records), stage.input("ring", &ring));
         let (selected, counts) = (stage.rows_in("selected", &selected), stage.rows_in("counts", &counts));
         let cache = stage.input("cache", &cache);
-        let mut scratch = stage.poisoned::<f32>("scratch", scratch_floats(launched, stage.threads()));
+        let floats = scratch_floats(launched, stage.threads()).max(gpu_scratch_floats(launched, rows.len()));
+        let mut scratch = stage.poisoned::<f32>("scratch", floats);
         let width = shape.heads * shape.head_dim;
         let mut out = stage.output::<f32>("out", rows.len() * width);
         let compressed = (shape.selected_max > 0).then_some(Compressed {
@@ -464,6 +535,21 @@ impl World for Attention {
             }
         }
         expected
+    }
+
+    fn stepped(&self, row: usize) -> Option<Vec<u32>> {
+        let Shape { heads, head_dim, .. } = self.shape;
+        let narrow = |key: Vec<f64>| key.into_iter().map(|value| value as f32).collect::<Vec<f32>>();
+        let mut words = Vec::new();
+        for i in 0..self.block {
+            let position = self.rows[row].1 + i as u32;
+            let mut entries: Vec<Vec<f32>> = self.keys(row, position as usize).into_iter().map(narrow).collect();
+            let window = entries.split_off(self.rows[row].2.len());
+            let q = &self.q[(row * self.block + i) * heads * head_dim..][..heads * head_dim];
+            let out = steps::row(q, &entries, &window, &self.sinks, position, &self.frequencies);
+            words.extend(out.into_iter().map(f32::to_bits));
+        }
+        Some(words)
     }
 
     fn work(&self) -> Work {

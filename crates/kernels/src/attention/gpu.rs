@@ -1,4 +1,4 @@
-use super::{Args, Compressed, Shape, Span, gpu_keys, gpu_scratch_floats};
+use super::{Args, Compressed, Shape, Span, gpu_keys, gpu_places, gpu_scratch_floats, steps};
 use crate::gpu::{OVERLAP, count, program};
 use tf_device::LaunchError;
 use tf_device::gpu::{Backend, Binding, GpuQueue, Launch, Program, ShapeBytes, bytes_of};
@@ -12,7 +12,7 @@ const METAL_THREADS: u32 = 128;
 pub(super) fn run(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
     match queue.backend() {
         Backend::Metal => run_whole(queue, args),
-        Backend::Cuda => run_in_tiles(queue, args),
+        Backend::Cuda => run_in_steps(queue, args),
     }
 }
 
@@ -29,7 +29,8 @@ fn compressed_bindings<'a>(compressed: &Option<Compressed<'a>>) -> [Binding<'a>;
     }
 }
 
-fn sizes(args: &Args<'_>, rows: usize) -> ShapeBytes {
+/// `fold`: what the scale of a dot makes up for.
+fn sizes(args: &Args<'_>, rows: usize, fold: f32) -> ShapeBytes {
     let Shape { heads, head_dim, window, ring_len, selected_max, .. } = args.shape;
     let selected_max = if args.compressed.is_some() { selected_max } else { 0 };
     let pages = args.compressed.map_or((1, 1), |compressed| {
@@ -38,12 +39,12 @@ fn sizes(args: &Args<'_>, rows: usize) -> ShapeBytes {
     });
     let sizes = ShapeBytes::new().uint(rows).uint(heads).uint(head_dim).uint(2 * args.frequencies.len());
     let sizes = sizes.uint(window).uint(ring_len).uint(selected_max).uint(usize::from(args.span == Span::Block));
-    sizes.uint(pages.0).uint(pages.1).float(1.0 / (head_dim as f32).sqrt())
+    sizes.uint(pages.0).uint(pages.1).float(1.0 / (head_dim as f32).sqrt() * fold)
 }
 
 fn run_whole(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
     LaunchError::check_limit("the keys of a row", gpu_keys(args.shape), METAL_KEYS_MAX)?;
-    let shape = sizes(&args, args.rows.len());
+    let shape = sizes(&args, args.rows.len(), 1.0);
     let [cache, table, selected, counts] = compressed_bindings(&args.compressed);
     queue.launch_tuned(
         Launch {
@@ -72,95 +73,141 @@ fn run_whole(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
     )
 }
 
-/// Two launches for few rows where their operands fit into shared memory; otherwise scores of as many rows as the scratch holds,
-/// their softmax, and the mix of their keys. Bits depend on none of the sizes chosen here: a sum belongs to one thread.
-fn run_in_tiles(queue: &mut GpuQueue, mut args: Args<'_>) -> Result<(), LaunchError> {
-    let (rows, heads, stride) = (args.rows.len(), args.shape.heads, gpu_keys(args.shape));
+/// Scores and mix of as many rows as the scratch holds. Few rows are cut finer, so that they reach every multiprocessor; bits
+/// depend on none of the sizes chosen here.
+fn run_in_steps(queue: &mut GpuQueue, mut args: Args<'_>) -> Result<(), LaunchError> {
+    let (rows, heads, stride) = (args.rows.len(), args.shape.heads, gpu_places(args.shape));
     let row_floats = gpu_scratch_floats(args.shape, 1);
     LaunchError::check_room("the scratch of attention", args.scratch.len_of::<f32>(), row_floats)?;
     let tile_rows = (args.scratch.len_of::<f32>() / row_floats).min(rows);
-    let limits = queue.limits();
-    let head_dim = args.shape.head_dim;
-    let few_bytes = few_scores_bytes(head_dim).max(few_mix_bytes(stride));
-    if rows <= FEW_ROWS && tile_rows == rows && few_bytes <= limits.shared_bytes_max as usize {
-        let shape = sizes(&args, rows).uint(0).uint(stride).uint(0);
-        let head_tiles = |size| rows * heads.div_ceil(size);
-        launch_scores(
-            queue,
-            &mut args,
-            Sizing {
-                entry: "attention_scores_few",
-                groups: head_tiles(FEW_HEADS) * stride.div_ceil(FEW_KEYS),
-                threads: 320,
-                shared_bytes: few_scores_bytes(head_dim),
-            },
-            &shape,
-        )?;
-        return launch_mix_few(queue, &mut args, head_tiles(MIXED_HEADS), &shape);
-    }
-    // Few rows are cut finer, so that they reach every multiprocessor.
-    let fine = tile_rows * heads.div_ceil(32) * stride.div_ceil(64) <= 4 * limits.units as usize;
-    let cut = CUTS[usize::from(!fine)];
+    let (units, shared_max) = (queue.limits().units as usize, queue.limits().shared_bytes_max as usize);
     for first in (0..rows).step_by(tile_rows) {
         let here = tile_rows.min(rows - first);
-        let shape = sizes(&args, here).uint(first).uint(stride).uint(tile_rows * heads.next_multiple_of(4) * stride);
-        let sizing = |entry, tiles: usize, shared_bytes| Sizing {
-            entry,
-            groups: here * heads.div_ceil(cut.heads) * tiles,
-            threads: 128,
-            shared_bytes,
-        };
-        let scores = sizing(cut.scores, stride.div_ceil(cut.others), TILE_BYTES);
-        launch_scores(queue, &mut args, scores, &shape)?;
-        launch_softmax(queue, &mut args, here, &shape)?;
-        let mix = sizing(cut.mix, head_dim.div_ceil(cut.others), TILE_BYTES + 8 * stride);
-        launch_mix(queue, &mut args, mix, &shape)?;
+        let shape = sizes(&args, here, steps::FOLD).uint(first).uint(stride).uint(tile_rows * heads * stride);
+        match Few::of(args.shape, here, units, shared_max) {
+            Some(few) => {
+                launch_scores(queue, &mut args, few.scores, &shape)?;
+                launch_mix(queue, &mut args, few.mix, &shape)?;
+            }
+            None => {
+                let (weights, mix) = many(args.shape, here, units);
+                launch_weights(queue, &mut args, weights, &shape)?;
+                launch_mix_weighed(queue, &mut args, mix, &shape)?;
+            }
+        }
     }
     Ok(())
 }
 
-/// Rows that are so few that small blocks with all of their operands at once beat tiles.
-const FEW_ROWS: usize = 2;
-/// What a block of `attention_scores_few` computes.
-const FEW_HEADS: usize = 16;
-const FEW_KEYS: usize = 20;
-/// What a block of `attention_mix_few` computes.
-const MIXED_HEADS: usize = 8;
-const MIXED_COLUMNS: usize = 32;
-
-const fn few_scores_bytes(head_dim: usize) -> usize {
-    4 * (FEW_HEADS + FEW_KEYS) * (head_dim + 4)
-}
-
-/// Values, weights and exponentials of `stride` keys.
-const fn few_mix_bytes(stride: usize) -> usize {
-    4 * (MIXED_COLUMNS + 2 * MIXED_HEADS) * (stride.next_multiple_of(4) + 4)
-}
-
-/// What a group computes on CUDA where rows are many.
-#[derive(Clone, Copy)]
-struct Cut {
-    heads: usize,
-    /// Keys of the scores, columns of the mix.
-    others: usize,
-    scores: &'static str,
-    mix: &'static str,
-}
-
-const CUTS: [Cut; 2] = [
-    Cut { heads: 32, others: 64, scores: "attention_scores_32_64", mix: "attention_mix_32_64" },
-    Cut { heads: 64, others: 128, scores: "attention_scores_64_128", mix: "attention_mix_64_128" },
-];
-
-/// Shared memory of two steps of either cut.
-const TILE_BYTES: usize = 2 * 32 * (64 + 128) * 4;
-
 /// One launch's grid.
+#[derive(Clone, Copy)]
 struct Sizing {
     entry: &'static str,
     groups: usize,
     threads: u32,
     shared_bytes: usize,
+}
+
+/// Rows that small blocks compute.
+const FEW_ROWS: usize = 32;
+/// Columns of a block that mixes few rows.
+const MIX_COLUMNS: usize = 128;
+/// Heads of a block where rows are many, and columns of a warp.
+const HEADS: usize = 64;
+const WARP_COLUMNS: usize = 64;
+
+/// The two launches of few rows.
+struct Few {
+    scores: Sizing,
+    mix: Sizing,
+}
+
+impl Few {
+    /// None where rows are many, or a block's values do not fit.
+    fn of(shape: Shape, rows: usize, units: usize, shared_max: usize) -> Option<Few> {
+        let stride = gpu_places(shape);
+        let tiles = stride / steps::STEP;
+        let blocks = |heads: usize, others: usize| rows * shape.heads.div_ceil(heads) * others;
+        // More heads a block as long as the blocks reach every multiprocessor.
+        let column_tiles = shape.head_dim.div_ceil(MIX_COLUMNS);
+        let mixes = [("attention_mix_8", 8), ("attention_mix_16", 16), ("attention_mix_32", 32)];
+        let reaches = |(_, heads): &(&str, usize)| blocks(*heads, column_tiles) <= units;
+        let (entry, heads) = mixes.into_iter().find(reaches).unwrap_or(mixes[2]);
+        let mix = Sizing {
+            entry,
+            groups: blocks(heads, column_tiles),
+            threads: 512,
+            shared_bytes: stride * 2 * MIX_COLUMNS + heads * weight_pitch(stride) + stride * 8,
+        };
+        let (entry, heads, tiles_of_block) = match rows {
+            ..=4 => ("attention_scores_16", 16, 4),
+            _ => ("attention_scores_32", 32, 8),
+        };
+        let scores = Sizing {
+            entry,
+            groups: blocks(heads, tiles.div_ceil(tiles_of_block)),
+            threads: count(2 * 32 * tiles_of_block),
+            shared_bytes: heads * query_pitch(shape.head_dim)
+                + tiles_of_block * steps::STEP * record_pitch(shape.head_dim),
+        };
+        (rows <= FEW_ROWS && mix.shared_bytes.max(scores.shared_bytes) <= shared_max).then_some(Few { scores, mix })
+    }
+}
+
+/// The two launches of many rows: weights, and their mix.
+fn many(shape: Shape, rows: usize, units: usize) -> (Sizing, Sizing) {
+    let stride = gpu_places(shape);
+    let (entry, heads) = match 2 * rows * shape.heads.div_ceil(HEADS) <= units {
+        true => ("attention_weights_32", HEADS / 2),
+        false => ("attention_weights_64", HEADS),
+    };
+    let weights = Sizing {
+        entry,
+        groups: rows * shape.heads.div_ceil(heads),
+        threads: 256,
+        shared_bytes: heads * query_pitch(shape.head_dim),
+    };
+    let head_tiles = rows * shape.heads.div_ceil(HEADS);
+    // Fewer warps a block where there would be too few blocks.
+    let fits = |warps: &usize| head_tiles * shape.head_dim.div_ceil(WARP_COLUMNS * warps) <= units;
+    let most = shape.head_dim.div_ceil(WARP_COLUMNS).min(8);
+    let warps = [1, 2, 4].into_iter().find(fits).unwrap_or(most).min(most);
+    let mix = Sizing {
+        entry: "attention_mix",
+        groups: head_tiles * shape.head_dim.div_ceil(WARP_COLUMNS * warps),
+        threads: 32 * warps as u32,
+        shared_bytes: HEADS * weight_pitch(stride) + stride * 8,
+    };
+    (weights, mix)
+}
+
+/// Bytes of a key's staged record, as the kernel has it.
+const fn record_pitch(head_dim: usize) -> usize {
+    (head_dim + head_dim / 32).next_multiple_of(16)
+}
+
+/// Bytes of a head's staged query, as the kernel has it.
+const fn query_pitch(head_dim: usize) -> usize {
+    ((head_dim / 32) | 1) * 64
+}
+
+/// Bytes of a head's staged weights, as the kernel has it.
+const fn weight_pitch(stride: usize) -> usize {
+    (2 * stride).next_multiple_of(128) + 32
+}
+
+fn launch(
+    queue: &mut GpuQueue,
+    sizing: Sizing,
+    bindings: &mut [Binding<'_>],
+    shape: &ShapeBytes,
+) -> Result<(), LaunchError> {
+    let Sizing { entry, groups, threads, shared_bytes } = sizing;
+    let (groups, shared_bytes) = (count(groups), count(shared_bytes));
+    queue.launch_tuned(
+        Launch { program: &PROGRAM, entry, bindings, shape: shape.bytes(), groups, threads, shared_bytes },
+        OVERLAP,
+    )
 }
 
 fn launch_scores(
@@ -170,57 +217,44 @@ fn launch_scores(
     shape: &ShapeBytes,
 ) -> Result<(), LaunchError> {
     let [cache, table, selected, counts] = compressed_bindings(&args.compressed);
-    queue.launch_tuned(
-        Launch {
-            program: &PROGRAM,
-            entry: sizing.entry,
-            bindings: &mut [
-                Binding::Read(args.q),
-                Binding::Bytes(bytes_of(args.rows)),
-                Binding::Bytes(bytes_of(args.windows)),
-                Binding::Read(args.records),
-                Binding::Read(args.ring),
-                cache,
-                table,
-                selected,
-                counts,
-                Binding::Bytes(bytes_of(args.frequencies)),
-                Binding::Write(args.scratch),
-            ],
-            shape: shape.bytes(),
-            groups: count(sizing.groups),
-            threads: sizing.threads,
-            shared_bytes: count(sizing.shared_bytes),
-        },
-        OVERLAP,
-    )
+    let bindings = &mut [
+        Binding::Read(args.q),
+        Binding::Bytes(bytes_of(args.rows)),
+        Binding::Bytes(bytes_of(args.windows)),
+        Binding::Read(args.records),
+        Binding::Read(args.ring),
+        cache,
+        table,
+        selected,
+        counts,
+        Binding::Bytes(bytes_of(args.frequencies)),
+        Binding::Write(args.scratch),
+    ];
+    launch(queue, sizing, bindings, shape)
 }
 
-fn launch_softmax(
+fn launch_weights(
     queue: &mut GpuQueue,
     args: &mut Args<'_>,
-    rows: usize,
+    sizing: Sizing,
     shape: &ShapeBytes,
 ) -> Result<(), LaunchError> {
-    let [_, _, _, counts] = compressed_bindings(&args.compressed);
-    queue.launch_tuned(
-        Launch {
-            program: &PROGRAM,
-            entry: "attention_softmax",
-            bindings: &mut [
-                Binding::Bytes(bytes_of(args.rows)),
-                Binding::Bytes(bytes_of(args.windows)),
-                counts,
-                Binding::Read(args.sinks),
-                Binding::Write(args.scratch),
-            ],
-            shape: shape.bytes(),
-            groups: count(rows * args.shape.heads.div_ceil(32)),
-            threads: 288,
-            shared_bytes: 0,
-        },
-        OVERLAP,
-    )
+    let [cache, table, selected, counts] = compressed_bindings(&args.compressed);
+    let bindings = &mut [
+        Binding::Read(args.q),
+        Binding::Bytes(bytes_of(args.rows)),
+        Binding::Bytes(bytes_of(args.windows)),
+        Binding::Read(args.records),
+        Binding::Read(args.ring),
+        cache,
+        table,
+        selected,
+        counts,
+        Binding::Read(args.sinks),
+        Binding::Bytes(bytes_of(args.frequencies)),
+        Binding::Write(args.scratch),
+    ];
+    launch(queue, sizing, bindings, shape)
 }
 
 fn launch_mix(
@@ -230,62 +264,42 @@ fn launch_mix(
     shape: &ShapeBytes,
 ) -> Result<(), LaunchError> {
     let [cache, table, selected, counts] = compressed_bindings(&args.compressed);
-    queue.launch_tuned(
-        Launch {
-            program: &PROGRAM,
-            entry: sizing.entry,
-            bindings: &mut [
-                Binding::Bytes(bytes_of(args.rows)),
-                Binding::Bytes(bytes_of(args.windows)),
-                Binding::Read(args.records),
-                Binding::Read(args.ring),
-                cache,
-                table,
-                selected,
-                counts,
-                Binding::Bytes(bytes_of(args.frequencies)),
-                Binding::Read(args.scratch),
-                Binding::Write(args.out),
-            ],
-            shape: shape.bytes(),
-            groups: count(sizing.groups),
-            threads: sizing.threads,
-            shared_bytes: count(sizing.shared_bytes),
-        },
-        OVERLAP,
-    )
+    let bindings = &mut [
+        Binding::Bytes(bytes_of(args.rows)),
+        Binding::Bytes(bytes_of(args.windows)),
+        Binding::Read(args.records),
+        Binding::Read(args.ring),
+        cache,
+        table,
+        selected,
+        counts,
+        Binding::Read(args.sinks),
+        Binding::Bytes(bytes_of(args.frequencies)),
+        Binding::Read(args.scratch),
+        Binding::Write(args.out),
+    ];
+    launch(queue, sizing, bindings, shape)
 }
 
-fn launch_mix_few(
+fn launch_mix_weighed(
     queue: &mut GpuQueue,
     args: &mut Args<'_>,
-    head_tiles: usize,
+    sizing: Sizing,
     shape: &ShapeBytes,
 ) -> Result<(), LaunchError> {
     let [cache, table, selected, counts] = compressed_bindings(&args.compressed);
-    queue.launch_tuned(
-        Launch {
-            program: &PROGRAM,
-            entry: "attention_mix_few",
-            bindings: &mut [
-                Binding::Bytes(bytes_of(args.rows)),
-                Binding::Bytes(bytes_of(args.windows)),
-                Binding::Read(args.records),
-                Binding::Read(args.ring),
-                cache,
-                table,
-                selected,
-                counts,
-                Binding::Read(args.sinks),
-                Binding::Bytes(bytes_of(args.frequencies)),
-                Binding::Read(args.scratch),
-                Binding::Write(args.out),
-            ],
-            shape: shape.bytes(),
-            groups: count(head_tiles * (args.shape.head_dim / MIXED_COLUMNS)),
-            threads: 256,
-            shared_bytes: count(few_mix_bytes(gpu_keys(args.shape))),
-        },
-        OVERLAP,
-    )
+    let bindings = &mut [
+        Binding::Bytes(bytes_of(args.rows)),
+        Binding::Bytes(bytes_of(args.windows)),
+        Binding::Read(args.records),
+        Binding::Read(args.ring),
+        cache,
+        table,
+        selected,
+        counts,
+        Binding::Bytes(bytes_of(args.frequencies)),
+        Binding::Read(args.scratch),
+        Binding::Write(args.out),
+    ];
+    launch(queue, sizing, bindings, shape)
 }

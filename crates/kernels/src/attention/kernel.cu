@@ -1,849 +1,901 @@
 // attention: every head of a row over its selected compressed entries and its window, one key being also the value; formulas,
-// roundings and the order of keys are in mod.rs. Many rows take three launches a tile of rows: scores, softmax, and the mix of
-// the keys. Few rows take two, of small blocks that keep all of their operands in shared memory.
+// roundings and the order of keys are in mod.rs, the order of sums in steps.rs. Two launches: scores and mix. Few rows are cut
+// into small blocks, each of which decodes what it needs into its registers or its shared memory; of many rows a block has all
+// keys of a row's heads, or all of their values, decoded where the tensor cores take them.
 // in   q [rows, heads, head_dim] f32, bf16 values, not yet rotated   rows, windows as tf_kernels::rows
 //      records, ring: window entries of kv_store   cache: pages of kv_compress   table [slots, pages_per_slot] u32
 //      selected [rows, selected_max] u32 ascending, counts [rows] u32   sinks [heads]   frequencies [rope_dim / 2]
-// work scores f32: [tile_rows, stride, heads rounded up to 4], stride the keys of a row at most, and from sums_at on the
-//      denominators [tile_rows, heads rounded up to 4]; of few rows [rows, heads, stride]
+// work scores f32 [tile_rows, heads, stride] by place; where rows are many their weights lie in the first half of a head's line
+//      as bf16, and from sums_at on what their sums are divided by, inverted [tile_rows, heads]
 // out  out [rows, heads, head_dim] f32, bf16 values
-// grid attention_scores_H_K: 128 threads for H heads of a row and K of its keys; attention_softmax: 288 threads for 32 heads of
-//      a row; attention_mix_H_C: 128 threads for H heads of a row and C columns; attention_scores_few: 320 threads for 16 heads
-//      and 20 keys; attention_mix_few: 256 threads for 8 heads and 32 columns. Dynamic shared memory as gpu.rs says
-// sum  a dot is one chain of fused multiply-adds over the columns; the denominator adds the unrounded exponentials in key
-//      order, the sink last; an output column is one chain in key order. No sum is split, so no size here changes a bit
+// grid attention_scores_H: two warps a tile of 16 keys and H heads; attention_mix_H: 512 threads for H heads of a row and 128
+//      columns; attention_weights_H: all keys of H heads of a row; attention_mix: a warp 64 columns and 64 heads of a row
+// sum  a dot is one chain of k16 steps over the columns; a column of the output one over the places; thirty-two partial sums of
+//      the exponentials, partial p those of the quads of places p, p + 32, ..., folded by halves, the sink last
 // max  head_dim 1024, a multiple of 32; rope_dim 128
-#include "prelude.cuh"
+#include "step.cuh"
 
 struct Shape {
     u32 rows, heads, head_dim, rope_dim, window, ring_len, selected_max, is_block, pages_per_slot, entries_per_page;
-    float scale;
+    float scale;  // of a dot with a key's 2^-8 fold
     u32 first_row, stride;
     u32 sums_at;  // where in the scratch the denominators start, in floats
 };
 
-constexpr u32 THREADS = 128;
+// Places of a tile: one type of keys, which fill the k of a step in the mix and the m in the scores.
+constexpr u32 TILE = 16;
 
-// Heads of a key's line of scores.
-__device__ __forceinline__ u32 line_of(const Shape& shape) { return (shape.heads + 3) / 4 * 4; }
-
-// The keys of a row.
+// The keys of a row, by place: the selected entries, places without a key up to a multiple of TILE, the window.
 struct Keys {
-    u32 slot, position, count, first, total;
+    u32 slot, position, count, entry_places, first, places;
     WindowInfo window;
 };
 
-__device__ __forceinline__ Keys keys_of(const RowInfo* rows, const WindowInfo* windows, const u32* counts, u32 row,
-                                        const Shape& shape) {
+// What the host says of a row's keys; may be read before the launch before this one has ended.
+__device__ __forceinline__ Keys window_of(const RowInfo* rows, const WindowInfo* windows, u32 row, const Shape& shape) {
     Keys keys;
     keys.slot = rows[row].slot;
     keys.position = rows[row].position;
     keys.window = windows[rows[row].window];
-    keys.count = shape.selected_max == 0 ? 0 : min(counts[row], shape.selected_max);
+    keys.count = keys.entry_places = 0;
     const u32 end = shape.is_block != 0 ? keys.window.start + keys.window.row_count : keys.position + 1;
     const u32 reach = shape.is_block != 0 ? keys.window.start : keys.position + 1;
     keys.first = reach > shape.window ? reach - shape.window : 0;
-    keys.total = keys.count + end - keys.first;
+    keys.places = end - keys.first;
     return keys;
 }
 
-// Where the bytes of key j are: a compressed entry, or a window entry: the launch's own from the window's start on, the
-// ring's before it.
-__device__ __forceinline__ const u8* record_of(const Keys& keys, u32 j, const u8* records, const u8* ring, const u8* cache,
-                                               const u32* table, const u32* of_row, const Shape& shape) {
-    if (j < keys.count) {
-        const u32 entry = of_row[j];
-        const u64 page = table[keys.slot * shape.pages_per_slot + entry / shape.entries_per_page];
-        const u32 bytes = shape.head_dim / 2 + shape.head_dim / 16;
-        return cache + (page * shape.entries_per_page + entry % shape.entries_per_page) * bytes;
-    }
-    const u32 position = keys.first + (j - keys.count), bytes = shape.head_dim + shape.head_dim / 32;
-    if (position >= keys.window.start) return records + (u64)(keys.window.first_row + (position - keys.window.start)) * bytes;
-    return ring + ((u64)keys.window.slot * shape.ring_len + position % shape.ring_len) * bytes;
+__device__ __forceinline__ void add_selection(Keys& keys, const u32* counts, u32 row, const Shape& shape) {
+    keys.count = shape.selected_max == 0 ? 0 : min(counts[row], shape.selected_max);
+    keys.entry_places = (keys.count + TILE - 1) / TILE * TILE;
+    keys.places += keys.entry_places;
 }
 
-// Thirty-two columns of a key as they lie in its record: 32 E4M3 codes and a scale, or 16 bytes of E2M1 codes and two scales.
-struct Packed {
-    uint4 low, high;
-    u32 first_scale, second_scale;
+__device__ __forceinline__ Keys keys_of(const RowInfo* rows, const WindowInfo* windows, const u32* counts, u32 row,
+                                        const Shape& shape) {
+    Keys keys = window_of(rows, windows, row, shape);
+    add_selection(keys, counts, row, shape);
+    return keys;
+}
+
+__device__ __forceinline__ bool has_key(const Keys& keys, u32 place) {
+    return place < keys.count || (place >= keys.entry_places && place < keys.places);
+}
+
+// What a row's keys are read from.
+struct Caches {
+    const u8 *records, *ring, *cache;
+    const u32 *table, *of_row;
 };
 
+// Where the bytes of a place's key are: a compressed entry, or a window entry: the launch's own from the window's start on, the
+// ring's before it. A place without a key gets its tile's last one.
+__device__ __forceinline__ const u8* record_of(const Keys& keys, u32 place, const Caches& from, const Shape& shape) {
+    if (place < keys.entry_places) {
+        const u32 entry = from.of_row[min(place, keys.count - 1)];
+        const u64 page = from.table[keys.slot * shape.pages_per_slot + entry / shape.entries_per_page];
+        const u32 bytes = shape.head_dim / 2 + shape.head_dim / 16;
+        return from.cache + (page * shape.entries_per_page + entry % shape.entries_per_page) * bytes;
+    }
+    const u32 position = keys.first + (min(place, keys.places - 1) - keys.entry_places);
+    const u32 bytes = shape.head_dim + shape.head_dim / 32;
+    if (position >= keys.window.start) {
+        return from.records + (u64)(keys.window.first_row + (position - keys.window.start)) * bytes;
+    }
+    return from.ring + ((u64)keys.window.slot * shape.ring_len + position % shape.ring_len) * bytes;
+}
+
+// Four bytes of a record, whose words are aligned where head_dim is a multiple of 128.
+template <bool WORDS>
 __device__ __forceinline__ u32 word_at(const u8* at) {
+    if (WORDS) return __ldg((const u32*)at);
     return __ldg(at) | (u32)__ldg(at + 1) << 8 | (u32)__ldg(at + 2) << 16 | (u32)__ldg(at + 3) << 24;
 }
 
-__device__ __forceinline__ uint4 words_at(const u8* at) {
-    uint4 words;
-    words.x = word_at(at);
-    words.y = word_at(at + 4);
-    words.z = word_at(at + 8);
-    words.w = word_at(at + 12);
-    return words;
+// ---- codes to bf16, with a fold of 2^-8, which keeps every scale in bf16's range and is exact
+
+// Two E2M1 codes, one in the low nibble of each half's low byte, or in the high nibble of each half's bytes, which are the same;
+// times 2^(126 + ...).
+__device__ __forceinline__ u32 low_nibbles(u32 halves, u32 factor) {
+    return mul_bf16x2((halves * 4096u & 0x80008000u) | (halves * 64u & 0x01c001c0u), factor);
+}
+__device__ __forceinline__ u32 high_nibbles(u32 halves, u32 factor) {
+    return mul_bf16x2((halves & 0x80008000u) | (halves * 4u & 0x01c001c0u), factor);
 }
 
-// Loads only, so that many are on their way at once: what they mean is asked later.
-__device__ __forceinline__ Packed packed_columns(const u8* record, bool is_entry, u32 group, u32 head_dim) {
-    const u8* codes = record + (is_entry ? 16 : 32) * group;
-    // An entry's second half is its first one again.
-    const u8* more = codes + (is_entry ? 0 : 16);
-    const u8* scales = record + (is_entry ? head_dim / 2 + 2 * group : head_dim + group);
-    Packed packed;
-    // Records of such rows are multiples of sixteen bytes.
-    if (head_dim % 512 == 0) {
-        packed.low = __ldg((const uint4*)codes);
-        packed.high = __ldg((const uint4*)more);
-    } else {
-        packed.low = words_at(codes);
-        packed.high = words_at(more);
-    }
-    packed.first_scale = __ldg(scales);
-    packed.second_scale = __ldg(scales + (is_entry ? 1 : 0));
-    return packed;
+// The factor of two entries, or twice the same one, whose positive E4M3 scales stand in the halves.
+__device__ __forceinline__ u32 entry_factor(u32 scales) {
+    const u32 fields = (scales & 0x007f007fu) * 16u;
+    return mul_bf16x2(mul_bf16x2(fields, 0x7b807b80u), 0x7a807a80u);
 }
 
-// The fields of a code as those of a float32, whose exponent is then too low by 120 (E4M3), or by 126 (E2M1, a nibble that
-// begins at bit `at`); exact, subnormals included.
-__device__ __forceinline__ float e4m3_fields(u32 word, u32 i) {
-    const u32 top = word << (24 - 8 * i);
-    return from_bits((top >> 4 & 0x07f00000u) | (top & 0x80000000u)) * from_bits(247u << 23);
-}
-__device__ __forceinline__ float e2m1_fields(u32 word, u32 at) {
-    const u32 top = word << (28 - at);
-    return from_bits((top >> 6 & 0x01c00000u) | (top & 0x80000000u)) * from_bits(253u << 23);
+// The same of window entries, whose E8M0 scales are powers.
+__device__ __forceinline__ u32 window_factor(u32 scales) { return scales * 128u + 112u * 0x00800080u; }
+
+// Four E4M3 codes as the high and the low bytes of their fields in bf16.
+__device__ __forceinline__ void e4m3_bytes(u32 word, u32& high, u32& low) {
+    high = (word & 0x80808080u) | (word >> 4 & 0x07070707u);
+    low = word * 16u & 0xf0f0f0f0u;
 }
 
-__device__ __forceinline__ float4 entry_quad(u32 word, u32 half, float scale) {
-    float4 quad;
-    quad.x = e2m1_fields(word, 4 * half) * scale;
-    quad.y = e2m1_fields(word, 8 + 4 * half) * scale;
-    quad.z = e2m1_fields(word, 16 + 4 * half) * scale;
-    quad.w = e2m1_fields(word, 24 + 4 * half) * scale;
-    return quad;
-}
+// Nonzero where one of four E4M3 codes is no number.
+__device__ __forceinline__ u32 not_numbers(u32 word) { return (word & 0x7f7f7f7fu) + 0x01010101u & 0x80808080u; }
 
-__device__ __forceinline__ float4 window_quad(u32 word, float scale) {
-    float4 quad;
-    quad.x = e4m3_fields(word, 0) * scale;
-    quad.y = e4m3_fields(word, 1) * scale;
-    quad.z = e4m3_fields(word, 2) * scale;
-    quad.w = e4m3_fields(word, 3) * scale;
-    // A code that is no number: seven ones carry into the eighth bit.
-    if (((word & 0x7f7f7f7fu) + 0x01010101u & 0x80808080u) != 0) {
-        if ((word & 0x7fu) == 0x7fu) quad.x = not_a_number();
-        if ((word >> 8 & 0x7fu) == 0x7fu) quad.y = not_a_number();
-        if ((word >> 16 & 0x7fu) == 0x7fu) quad.z = not_a_number();
-        if ((word >> 24 & 0x7fu) == 0x7fu) quad.w = not_a_number();
-    }
-    return quad;
-}
+// The same in all lanes, which the compiler cannot see otherwise.
+__device__ __forceinline__ u32 warp_index() { return __shfl_sync(WARP, threadIdx.x / 32, 0); }
 
-// Calls `put(i, values)` for the columns 4 i to 4 i + 3 of the thirty-two; exact in bf16.
-template <class Put>
-__device__ __forceinline__ void unpack(const Packed& packed, bool is_entry, Put put) {
-    if (is_entry) {
-        const float first = e4m3_value(packed.first_scale), second = e4m3_value(packed.second_scale);
-        put(0, entry_quad(packed.low.x, 0, first));
-        put(1, entry_quad(packed.low.y, 0, first));
-        put(2, entry_quad(packed.low.z, 0, first));
-        put(3, entry_quad(packed.low.w, 0, first));
-        put(4, entry_quad(packed.low.x, 1, second));
-        put(5, entry_quad(packed.low.y, 1, second));
-        put(6, entry_quad(packed.low.z, 1, second));
-        put(7, entry_quad(packed.low.w, 1, second));
-    } else {
-        const float scale = e8m0_value(packed.first_scale);
-        put(0, window_quad(packed.low.x, scale));
-        put(1, window_quad(packed.low.y, scale));
-        put(2, window_quad(packed.low.z, scale));
-        put(3, window_quad(packed.low.w, scale));
-        put(4, window_quad(packed.high.x, scale));
-        put(5, window_quad(packed.high.y, scale));
-        put(6, window_quad(packed.high.z, scale));
-        put(7, window_quad(packed.high.w, scale));
-    }
-}
+// ---- queries
 
 // A pair of columns, turned by a phase whose sine is x; or back.
 __device__ __forceinline__ float2 turn_pair(float even, float odd, float2 phase) {
+    const u32 both = bf16_pair(even * phase.y + odd * -phase.x, odd * phase.y + even * phase.x);
     float2 turned;
-    turned.x = bf16_round(even * phase.y + odd * -phase.x);
-    turned.y = bf16_round(odd * phase.y + even * phase.x);
+    turned.x = from_bits(both << 16);
+    turned.y = from_bits(both & 0xffff0000u);
     return turned;
 }
 __device__ __forceinline__ float2 turn_pair_back(float even, float odd, float2 phase) {
     phase.x = -phase.x;
     return turn_pair(even, odd, phase);
 }
-__device__ __forceinline__ float4 with_first_pair(float4 quad, float2 pair) {
-    quad.x = pair.x, quad.y = pair.y;
-    return quad;
-}
-__device__ __forceinline__ float4 with_second_pair(float4 quad, float2 pair) {
-    quad.z = pair.x, quad.w = pair.y;
-    return quad;
+
+// Four columns of a query from `c` on, turned where they lie in the last rope_dim, as two words of bf16.
+__device__ __forceinline__ uint2 turned_quad(float4 quad, u32 c, u32 turned, const float2* phases) {
+    float2 first, second;
+    first.x = quad.x, first.y = quad.y;
+    second.x = quad.z, second.y = quad.w;
+    if (c >= turned) first = turn_pair(quad.x, quad.y, phases[(c - turned) / 2]);
+    if (c + 2 >= turned) second = turn_pair(quad.z, quad.w, phases[(c + 2 - turned) / 2]);
+    uint2 words;
+    words.x = bf16_pair(first.x, first.y);
+    words.y = bf16_pair(second.x, second.y);
+    return words;
 }
 
-// Four columns of a query from `c` on, turned where they lie in the last rope_dim.
-__device__ __forceinline__ float4 turned_quad(float4 quad, u32 c, u32 turned, const float2* phases) {
-    if (c >= turned) quad = with_first_pair(quad, turn_pair(quad.x, quad.y, phases[(c - turned) / 2]));
-    if (c + 2 >= turned) quad = with_second_pair(quad, turn_pair(quad.z, quad.w, phases[(c + 2 - turned) / 2]));
-    return quad;
+// Bytes of a head's staged query: an odd number of blocks, so that two heads' reads meet every bank once.
+__device__ __forceinline__ u32 query_pitch(u32 head_dim) { return (head_dim / 32 | 1u) * 64; }
+
+// Turned queries of HEADS heads, by some warps, as the steps take them: of each 32 columns the lane t of four has 16 bytes,
+// columns 4 t to 4 t + 3 of either half. Heads that there are not are zero.
+template <u32 HEADS>
+__device__ __forceinline__ void stage_queries(const float* q, u32 first_head, u32 row, const float2* phases, u8* staged,
+                                              u32 warp, u32 warps, const Shape& shape) {
+    const u32 turned = shape.head_dim - shape.rope_dim, pitch = query_pitch(shape.head_dim), lane = threadIdx.x % 32;
+    // A warp has a head, a lane the same parts of each; two heads are on their way at once.
+    constexpr u32 AHEAD = 2;
+    for (u32 at = lane; at < shape.head_dim / 8; at += 32) {
+        const u32 c = at / 4 * 32 + at % 4 * 4;
+        for (u32 from = warp; from < HEADS; from += AHEAD * warps) {
+            float4 low[AHEAD], high[AHEAD];
+#pragma unroll
+            for (u32 i = 0; i < AHEAD; i++) {
+                const u32 head = from + i * warps;
+                low[i] = high[i] = zero_quad();
+                if (head < HEADS && first_head + head < shape.heads) {
+                    const float* of = q + ((u64)row * shape.heads + first_head + head) * shape.head_dim + c;
+                    low[i] = *(const float4*)of;
+                    high[i] = *(const float4*)(of + 16);
+                }
+            }
+#pragma unroll
+            for (u32 i = 0; i < AHEAD; i++) {
+                const u32 head = from + i * warps;
+                if (head >= HEADS) continue;
+                const uint2 first = turned_quad(low[i], c, turned, phases), second = turned_quad(high[i], c + 16, turned, phases);
+                uint4 words;
+                words.x = first.x, words.y = first.y, words.z = second.x, words.w = second.y;
+                *(uint4*)(staged + head * pitch + at * 16) = words;
+            }
+        }
+    }
 }
 
-// One step of sixteen chains: four items of each of two kinds.
-__device__ __forceinline__ void multiply(float4 a, float4 b, float (&sums)[4][4]) {
-    sums[0][0] = fma_own(a.x, b.x, sums[0][0]);
-    sums[0][1] = fma_own(a.x, b.y, sums[0][1]);
-    sums[0][2] = fma_own(a.x, b.z, sums[0][2]);
-    sums[0][3] = fma_own(a.x, b.w, sums[0][3]);
-    sums[1][0] = fma_own(a.y, b.x, sums[1][0]);
-    sums[1][1] = fma_own(a.y, b.y, sums[1][1]);
-    sums[1][2] = fma_own(a.y, b.z, sums[1][2]);
-    sums[1][3] = fma_own(a.y, b.w, sums[1][3]);
-    sums[2][0] = fma_own(a.z, b.x, sums[2][0]);
-    sums[2][1] = fma_own(a.z, b.y, sums[2][1]);
-    sums[2][2] = fma_own(a.z, b.z, sums[2][2]);
-    sums[2][3] = fma_own(a.z, b.w, sums[2][3]);
-    sums[3][0] = fma_own(a.w, b.x, sums[3][0]);
-    sums[3][1] = fma_own(a.w, b.y, sums[3][1]);
-    sums[3][2] = fma_own(a.w, b.z, sums[3][2]);
-    sums[3][3] = fma_own(a.w, b.w, sums[3][3]);
-}
+// ---- scores
 
-// Where a thread stands in a tile: it has HQ quads of heads, 32 heads apart, and NQ quads of keys or columns, 64 apart. Two
-// lanes of the four that read a quad are neighbours, or neighbours but one, so that a warp's reads take half as long.
-struct Place {
-    u32 heads, others;  // the first quad of either
+// Thirty-two columns of a key as the lane t of four has them: columns 4 t to 4 t + 3 of either half, and the scales.
+struct Columns {
+    u32 low, high, scales;
 };
-__device__ __forceinline__ Place place_of(u32 thread) {
-    const u32 lane = thread % 32;
-    Place place;
-    place.heads = lane / 2 % 8;
-    place.others = thread / 32 * 4 + lane / 16 * 2 + lane % 2;
-    return place;
+
+template <bool WORDS>
+__device__ __forceinline__ Columns load_columns(const u8* record, bool is_entry, u32 block, u32 t, u32 head_dim) {
+    Columns columns;
+    if (is_entry) {
+        columns.low = columns.high = word_at<WORDS>(record + 16 * block + 4 * t);
+        columns.scales = __ldg((const u16*)(record + head_dim / 2 + 2 * block));
+    } else {
+        columns.low = word_at<WORDS>(record + 32 * block + 4 * t);
+        columns.high = word_at<WORDS>(record + 32 * block + 16 + 4 * t);
+        columns.scales = __ldg(record + head_dim + block);
+    }
+    return columns;
 }
 
-template <u32 HQ, u32 NQ>
-struct Sums {
-    float quads[HQ][NQ][4][4];
-    __device__ __forceinline__ void clear() {
-#pragma unroll
-        for (u32 i = 0; i < HQ * NQ * 16; i++) (&quads[0][0][0][0])[i] = 0.0f;
+// Two pairs of the first half's columns, two of the second's. `bad` is nonzero where something is no number.
+__device__ __forceinline__ void decode_columns(const Columns& columns, bool is_entry, u32 (&pairs)[4], u32& bad) {
+    if (is_entry) {
+        const u32 first = entry_factor(__byte_perm(columns.scales, 0, 0x4040));
+        const u32 second = entry_factor(__byte_perm(columns.scales, 0, 0x4141));
+        const u32 front = __byte_perm(columns.low, 0, 0x1100), back = __byte_perm(columns.low, 0, 0x3322);
+        pairs[0] = low_nibbles(front, first);
+        pairs[1] = low_nibbles(back, first);
+        pairs[2] = high_nibbles(front, second);
+        pairs[3] = high_nibbles(back, second);
+        bad |= not_numbers(columns.scales);
+    } else {
+        const u32 factor = window_factor(columns.scales * 0x00010001u);
+        u32 high, low;
+        e4m3_bytes(columns.low, high, low);
+        pairs[0] = mul_bf16x2(__byte_perm(low, high, 0x5140), factor);
+        pairs[1] = mul_bf16x2(__byte_perm(low, high, 0x7362), factor);
+        e4m3_bytes(columns.high, high, low);
+        pairs[2] = mul_bf16x2(__byte_perm(low, high, 0x5140), factor);
+        pairs[3] = mul_bf16x2(__byte_perm(low, high, 0x7362), factor);
+        bad |= not_numbers(columns.low) | not_numbers(columns.high) | (columns.scales > 142 ? 1u : 0u);
     }
-};
+}
 
-// HQ by KQ quads a thread; STEP columns at a time, of which two steps lie in dynamic shared memory.
-template <u32 HQ, u32 KQ, u32 STEP>
-__device__ __forceinline__ void score_keys(const float* q, const RowInfo* rows, const WindowInfo* windows, const u8* records,
-                                           const u8* ring, const u8* cache, const u32* table, const u32* selected,
-                                           const u32* counts, const float* frequencies, float* scores, const Shape& shape) {
-    constexpr u32 HEADS = 32 * HQ, KEYS = 64 * KQ, OWN = HEADS * STEP / THREADS / 4;
-    static_assert(KEYS * STEP == 32 * THREADS, "a thread unpacks thirty-two columns of one key a step");
-    extern __shared__ float4 room[];
-    __shared__ float2 phases[64];
-    float* query_lines = (float*)room;                      // [2][STEP][HEADS]
-    float* key_lines = query_lines + 2 * STEP * HEADS;      // [2][STEP][KEYS]
-    const u32 thread = threadIdx.x, head_dim = shape.head_dim, line = line_of(shape);
-    const u32 key_tiles = (shape.stride + KEYS - 1) / KEYS, head_tiles = (shape.heads + HEADS - 1) / HEADS;
-    const u32 first_key = blockIdx.x % key_tiles * KEYS, first_head = blockIdx.x / key_tiles % head_tiles * HEADS;
-    const u32 tile_row = blockIdx.x / key_tiles / head_tiles, row = shape.first_row + tile_row;
-    const Keys keys = keys_of(rows, windows, counts, row, shape);
-    if (first_key >= keys.total) return;
-    const u32 turned = head_dim - shape.rope_dim;
-    for (u32 i = thread; i < shape.rope_dim / 2; i += THREADS) phases[i] = sin_cos_own((float)keys.position * frequencies[i]);
-
-    // Past the last key the last one is read again and its score dropped.
-    const u32 own_key = thread % KEYS, own_group = thread / KEYS, j = min(first_key + own_key, keys.total - 1);
-    const bool is_entry = j < keys.count;
-    const u8* record = record_of(keys, j, records, ring, cache, table, selected + (u64)row * shape.selected_max, shape);
-    const u32 own_head = thread % HEADS, own_part = thread / HEADS * 4 * OWN;
-    const bool has_head = first_head + own_head < shape.heads;
-    const float* own_query = q + ((u64)row * shape.heads + first_head + (has_head ? own_head : 0)) * head_dim;
-    Packed packed;
-    float4 query[OWN];
-    const auto load = [&](u32 first) {
-        // Beyond the last column some column is read again.
-        packed = packed_columns(record, is_entry, min(first / 32 + own_group, head_dim / 32 - 1), head_dim);
+// Scores of MT tiles where they belong; a lane has of each m the keys g and g + 8, of each n the heads 2 t and 2 t + 1.
+template <u32 NT, u32 MT>
+__device__ __forceinline__ void store_scores(const Keys& keys, u32 tile, u32 first_head, const float (&dots)[MT][NT][4],
+                                             const u32 (&bad)[MT][2], float* lines, const Shape& shape) {
+    const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
-        for (u32 i = 0; i < OWN; i++) {
-            const u32 c = first + own_part + 4 * i;
-            query[i] = has_head && c < head_dim ? *(const float4*)(own_query + c) : zero_quad();
+    for (u32 m = 0; m < MT; m++) {
+#pragma unroll
+        for (u32 i = 0; i < 2; i++) {
+            u32 is_bad = bad[m][i] | __shfl_xor_sync(WARP, bad[m][i], 1);
+            is_bad |= __shfl_xor_sync(WARP, is_bad, 2);
+            const u32 place = (tile + m) * TILE + 8 * i + g;
+            if (place >= (keys.places + TILE - 1) / TILE * TILE) continue;
+            float instead = is_bad != 0 ? not_a_number() : 0.0f;
+            // A place without a key weighs nothing.
+            if (!has_key(keys, place)) instead = -infinite();
+            const bool is_plain = instead == 0.0f;
+            float* to = lines + (u64)(first_head + 2 * t) * shape.stride + place;
+#pragma unroll
+            for (u32 n = 0; n < 2 * NT; n++) {
+                const u32 down = n / 2 * 8 + n % 2;
+                const float score = dots[m][n / 2][2 * i + n % 2] * shape.scale;
+                if (first_head + 2 * t + down < shape.heads) to[down * shape.stride] = is_plain ? score : instead;
+            }
+        }
+    }
+}
+
+// Scores of MT tiles from `tile` on by one warp, for 8 NT heads whose queries are staged; the keys' next columns are on their way
+// meanwhile. Tiles behind the last one are computed and dropped.
+template <u32 NT, u32 MT, bool WORDS>
+__device__ __forceinline__ void score_tiles(const Keys& keys, const Caches& from, u32 tile, const u8* staged, u32 first_head,
+                                            float* lines, const Shape& shape) {
+    const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, head_dim = shape.head_dim;
+    const u32 blocks = head_dim / 32, pitch = query_pitch(head_dim);
+    const u8* records[MT][2];
+    Columns next[MT][2];
+    u32 bad[MT][2];
+    float dots[MT][NT][4];
+#pragma unroll
+    for (u32 m = 0; m < MT; m++) {
+#pragma unroll
+        for (u32 i = 0; i < 2; i++) {
+            records[m][i] = record_of(keys, (tile + m) * TILE + 8 * i + g, from, shape);
+            bad[m][i] = 0;
+        }
+#pragma unroll
+        for (u32 n = 0; n < NT; n++) dots[m][n][0] = dots[m][n][1] = dots[m][n][2] = dots[m][n][3] = 0.0f;
+    }
+    const auto load = [&](u32 block) {
+#pragma unroll
+        for (u32 m = 0; m < MT; m++) {
+            const bool is_entry = (tile + m) * TILE < keys.entry_places;
+#pragma unroll
+            for (u32 i = 0; i < 2; i++) next[m][i] = load_columns<WORDS>(records[m][i], is_entry, block, t, head_dim);
         }
     };
-    const auto store = [&](u32 first, u32 buffer) {
-        float* to = query_lines + (buffer * STEP + own_part) * HEADS + own_head;
-#pragma unroll
-        for (u32 i = 0; i < OWN; i++) {
-            const u32 c = first + own_part + 4 * i;
-            const float4 quad = c + 4 > turned && c < head_dim ? turned_quad(query[i], c, turned, phases) : query[i];
-            to[(4 * i) * HEADS] = quad.x;
-            to[(4 * i + 1) * HEADS] = quad.y;
-            to[(4 * i + 2) * HEADS] = quad.z;
-            to[(4 * i + 3) * HEADS] = quad.w;
-        }
-        float* key_to = key_lines + (buffer * STEP + 32 * own_group) * KEYS + own_key;
-        unpack(packed, is_entry, [&](u32 i, float4 quad) {
-            key_to[(4 * i) * KEYS] = quad.x;
-            key_to[(4 * i + 1) * KEYS] = quad.y;
-            key_to[(4 * i + 2) * KEYS] = quad.z;
-            key_to[(4 * i + 3) * KEYS] = quad.w;
-        });
-    };
-
-    const Place place = place_of(thread);
-    Sums<HQ, KQ> dots;
-    dots.clear();
     load(0);
-    __syncthreads();
-    store(0, 0);
-    __syncthreads();
-    for (u32 first = 0, buffer = 0; first < head_dim; first += STEP, buffer ^= 1) {
-        const bool goes_on = first + STEP < head_dim;
-        if (goes_on) load(first + STEP);
-        const float4* query_line = (const float4*)(query_lines + buffer * STEP * HEADS) + place.heads;
-        const float4* key_line = (const float4*)(key_lines + buffer * STEP * KEYS) + place.others;
-        const u32 steps = min(STEP, head_dim - first);
-#pragma unroll 8
-        for (u32 c = 0; c < steps; c++) {
-            float4 a[HQ], b[KQ];
+    const u8* query = staged + g * pitch + t * 16;
+#pragma unroll 1
+    for (u32 block = 0; block < blocks; block++) {
+        u32 pairs[MT][2][4];
 #pragma unroll
-            for (u32 h = 0; h < HQ; h++) a[h] = query_line[c * (HEADS / 4) + 8 * h];
+        for (u32 m = 0; m < MT; m++) {
+            const bool is_entry = (tile + m) * TILE < keys.entry_places;
 #pragma unroll
-            for (u32 k = 0; k < KQ; k++) b[k] = key_line[c * (KEYS / 4) + 16 * k];
-#pragma unroll
-            for (u32 h = 0; h < HQ; h++) {
-#pragma unroll
-                for (u32 k = 0; k < KQ; k++) multiply(a[h], b[k], dots.quads[h][k]);
-            }
+            for (u32 i = 0; i < 2; i++) decode_columns(next[m][i], is_entry, pairs[m][i], bad[m][i]);
         }
-        if (goes_on) store(first + STEP, buffer ^ 1);
-        __syncthreads();
-    }
-    float* out = scores + ((u64)tile_row * shape.stride + first_key) * line + first_head;
+        load(min(block + 1, blocks - 1));
 #pragma unroll
-    for (u32 h = 0; h < HQ; h++) {
-        const u32 head = 4 * (place.heads + 8 * h);
+        for (u32 n = 0; n < NT; n++) {
+            const uint4 b = *(const uint4*)(query + n * 8 * pitch + block * 64);
 #pragma unroll
-        for (u32 k = 0; k < 4 * KQ; k++) {
-            const u32 key = 4 * (place.others + k / 4 * 16) + k % 4;
-            if (first_head + head < line && first_key + key < keys.total) {
-                float4 quad;
-                quad.x = dots.quads[h][k / 4][0][k % 4] * shape.scale;
-                quad.y = dots.quads[h][k / 4][1][k % 4] * shape.scale;
-                quad.z = dots.quads[h][k / 4][2][k % 4] * shape.scale;
-                quad.w = dots.quads[h][k / 4][3][k % 4] * shape.scale;
-                *(float4*)(out + key * line + head) = quad;
+            for (u32 m = 0; m < MT; m++) {
+                mma_k16(dots[m][n], pairs[m][0][0], pairs[m][1][0], pairs[m][0][1], pairs[m][1][1], b.x, b.y);
+            }
+#pragma unroll
+            for (u32 m = 0; m < MT; m++) {
+                mma_k16(dots[m][n], pairs[m][0][2], pairs[m][1][2], pairs[m][0][3], pairs[m][1][3], b.z, b.w);
             }
         }
     }
+    store_scores<NT, MT>(keys, tile, first_head, dots, bad, lines, shape);
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 3)
-attention_scores_64_128(const float* q, const RowInfo* rows, const WindowInfo* windows, const u8* records, const u8* ring,
-                        const u8* cache, const u32* table, const u32* selected, const u32* counts, const float* frequencies,
-                        float* scores, const Shape shape) {
-    wait_for_inputs();
-    score_keys<2, 2, 32>(q, rows, windows, records, ring, cache, table, selected, counts, frequencies, scores, shape);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, 4)
-attention_scores_32_64(const float* q, const RowInfo* rows, const WindowInfo* windows, const u8* records, const u8* ring,
-                       const u8* cache, const u32* table, const u32* selected, const u32* counts, const float* frequencies,
-                       float* scores, const Shape shape) {
-    wait_for_inputs();
-    score_keys<1, 1, 64>(q, rows, windows, records, ring, cache, table, selected, counts, frequencies, scores, shape);
-}
-
-// Scores become bf16(exp(score - most)), and the denominators are made. A lane has a head. Eight warps make the exponentials of
-// a chunk of keys while the ninth adds those of the chunk before.
-extern "C" __global__ void __launch_bounds__(288)
-attention_softmax(const RowInfo* rows, const WindowInfo* windows, const u32* counts, const float* sinks, float* scores,
-                  const Shape shape) {
-    constexpr u32 MAKERS = 8, OWN = 8, CHUNK = MAKERS * OWN;
-    __shared__ float maxima[MAKERS][32];
-    __shared__ float exponentials[2][CHUNK][32];
-    wait_for_inputs();
-    const u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32, line = line_of(shape);
-    const u32 head_tiles = (shape.heads + 31) / 32, tile_row = blockIdx.x / head_tiles;
-    const u32 head = blockIdx.x % head_tiles * 32 + lane;
-    const u32 total = keys_of(rows, windows, counts, shape.first_row + tile_row, shape).total;
-    const bool has_head = head < shape.heads;
-    float* of_head = scores + (u64)tile_row * shape.stride * line + head;
-    float most = -infinite();
-    if (warp < MAKERS) {
-        for (u32 first = warp; first < total; first += CHUNK) {
-            float score[OWN];
-#pragma unroll
-            for (u32 i = 0; i < OWN; i++) {
-                const u32 j = first + i * MAKERS;
-                score[i] = has_head && j < total ? of_head[(u64)j * line] : -infinite();
-            }
-#pragma unroll
-            for (u32 i = 0; i < OWN; i++) most = max_second(score[i], most);
-        }
-        maxima[warp][lane] = most;
-    }
-    __syncthreads();
-    // A maximum's order is free.
-    for (u32 i = 0; i < MAKERS; i++) most = max_second(maxima[i][lane], most);
-    float sum = 0.0f;
-    for (u32 first = 0, buffer = 0; first < total + CHUNK; first += CHUNK, buffer ^= 1) {
-        if (warp < MAKERS && first < total) {
-            float score[OWN];
-#pragma unroll
-            for (u32 i = 0; i < OWN; i++) {
-                const u32 j = first + warp + i * MAKERS;
-                score[i] = has_head && j < total ? of_head[(u64)j * line] : 0.0f;
-            }
-#pragma unroll
-            for (u32 i = 0; i < OWN; i++) {
-                const u32 j = first + warp + i * MAKERS;
-                const float e = exp_own(score[i] - most);
-                exponentials[buffer][warp + i * MAKERS][lane] = e;
-                if (has_head && j < total) of_head[(u64)j * line] = bf16_round(e);
-            }
-        }
-        if (warp == MAKERS && first > 0) {
-            const u32 here = min(CHUNK, total - (first - CHUNK));
-#pragma unroll 16
-            for (u32 j = 0; j < here; j++) sum = sum + exponentials[buffer ^ 1][j][lane];
-        }
-        __syncthreads();
-    }
-    if (warp == MAKERS && has_head) {
-        scores[shape.sums_at + tile_row * line + head] = sum + exp_own(sinks[head] - most);
+__device__ __forceinline__ void make_phases(const float* frequencies, u32 position, float2* phases, const Shape& shape) {
+    for (u32 i = threadIdx.x; i < shape.rope_dim / 2; i += blockDim.x) {
+        phases[i] = sin_cos_own((float)position * frequencies[i]);
     }
 }
 
-// HQ by CQ quads a thread; STEP keys at a time, of which two steps lie in dynamic shared memory, the keys' addresses behind them.
-template <u32 HQ, u32 CQ, u32 STEP>
-__device__ __forceinline__ void mix_keys(const RowInfo* rows, const WindowInfo* windows, const u8* records, const u8* ring,
-                                         const u8* cache, const u32* table, const u32* selected, const u32* counts,
-                                         const float* frequencies, const float* scores, float* out, const Shape& shape) {
-    constexpr u32 HEADS = 32 * HQ, COLUMNS = 64 * CQ, GROUPS = COLUMNS / 32, OWN = HEADS * STEP / THREADS / 4;
-    static_assert(STEP * GROUPS == THREADS, "a thread unpacks thirty-two columns of one key a step");
-    extern __shared__ float4 room[];
-    float* weight_lines = (float*)room;                   // [2][STEP][HEADS]
-    float* key_lines = weight_lines + 2 * STEP * HEADS;   // [2][STEP][COLUMNS]
-    const u8** key_records = (const u8**)(key_lines + 2 * STEP * COLUMNS);
-    const u32 thread = threadIdx.x, head_dim = shape.head_dim, line = line_of(shape);
-    const u32 column_tiles = (head_dim + COLUMNS - 1) / COLUMNS, head_tiles = (shape.heads + HEADS - 1) / HEADS;
-    const u32 first_column = blockIdx.x % column_tiles * COLUMNS;
-    const u32 first_head = blockIdx.x / column_tiles % head_tiles * HEADS;
-    const u32 tile_row = blockIdx.x / column_tiles / head_tiles, row = shape.first_row + tile_row;
-    const Keys keys = keys_of(rows, windows, counts, row, shape);
-    for (u32 j = thread; j < keys.total; j += THREADS) {
-        key_records[j] = record_of(keys, j, records, ring, cache, table, selected + (u64)row * shape.selected_max, shape);
-    }
-    __syncthreads();
+// Bytes of a key's staged record.
+__device__ __forceinline__ u32 record_pitch(u32 head_dim) { return (head_dim + head_dim / 32 + 15) / 16 * 16; }
 
-    const u32 own_key = thread / GROUPS, own_group = thread % GROUPS, turn = thread % 8;
-    const u32 group = min(first_column / 32 + own_group, head_dim / 32 - 1);
-    const float* of_heads = scores + (u64)tile_row * shape.stride * line + first_head;
-    Packed packed;
-    bool is_entry = false;
-    const auto load = [&](u32 first) {
-        // Beyond the last key it is read again.
-        const u32 j = min(first + own_key, keys.total - 1);
-        is_entry = j < keys.count;
-        packed = packed_columns(key_records[j], is_entry, group, head_dim);
-    };
-    const auto copy = [&](u32 first, u32 buffer) {
-#pragma unroll
-        for (u32 i = 0; i < OWN; i++) {
-            const u32 at = i * THREADS + thread, key = at / (HEADS / 4), head = at % (HEADS / 4) * 4;
-            float4* to = (float4*)(weight_lines + (buffer * STEP + key) * HEADS + head);
-            if (first + key < keys.total && first_head + head < line) {
-                copy_async_16(to, (const float4*)(of_heads + (u64)(first + key) * line + head));
-            } else {
-                *to = zero_quad();
-            }
-        }
-        end_copy_group();
-    };
-    // A key's columns lie in the order that eight neighbouring threads' quads meet every bank once.
-    const auto store = [&](u32 buffer) {
-        float4* to = (float4*)(key_lines + (buffer * STEP + own_key) * COLUMNS + 32 * own_group);
-        unpack(packed, is_entry, [&](u32 i, float4 quad) { to[i ^ turn] = quad; });
-    };
-
-    const Place place = place_of(thread);
-    Sums<HQ, CQ> mixed;
-    mixed.clear();
-    load(0);
-    copy(0, 0);
-    store(0);
-    wait_for_copy_groups<0>();
-    __syncthreads();
-    for (u32 first = 0, buffer = 0; first < keys.total; first += STEP, buffer ^= 1) {
-        const bool goes_on = first + STEP < keys.total;
-        if (goes_on) {
-            load(first + STEP);
-            copy(first + STEP, buffer ^ 1);
-        }
-        const float4* weight_line = (const float4*)(weight_lines + buffer * STEP * HEADS) + place.heads;
-        const float4* key_line = (const float4*)(key_lines + buffer * STEP * COLUMNS);
-        // A step beyond the last key would turn a zero's sign.
-        const u32 steps = min(STEP, keys.total - first);
-#pragma unroll 8
-        for (u32 k = 0; k < steps; k++) {
-            float4 a[HQ], b[CQ];
-#pragma unroll
-            for (u32 h = 0; h < HQ; h++) a[h] = weight_line[k * (HEADS / 4) + 8 * h];
-#pragma unroll
-            for (u32 n = 0; n < CQ; n++) {
-                const u32 quad = place.others + 16 * n;
-                b[n] = key_line[k * (COLUMNS / 4) + (quad ^ (k * GROUPS + quad / 8) % 8)];
-            }
-#pragma unroll
-            for (u32 h = 0; h < HQ; h++) {
-#pragma unroll
-                for (u32 n = 0; n < CQ; n++) multiply(a[h], b[n], mixed.quads[h][n]);
-            }
-        }
-        if (goes_on) store(buffer ^ 1);
-        wait_for_copy_groups<0>();
-        __syncthreads();
-    }
-
-    const u32 turned = head_dim - shape.rope_dim;
-    const float* sums = scores + shape.sums_at + tile_row * line + first_head;
-    float* to = out + ((u64)row * shape.heads + first_head) * head_dim;
-#pragma unroll
-    for (u32 n = 0; n < CQ; n++) {
-        const u32 c = first_column + 4 * (place.others + 16 * n);
-        const bool turns = c + 4 > turned && c < head_dim;
-        float2 phases[2];
-        phases[0].x = phases[1].x = 0.0f;
-        phases[0].y = phases[1].y = 1.0f;
-        if (turns && c >= turned) phases[0] = sin_cos_own((float)keys.position * frequencies[(c - turned) / 2]);
-        if (turns) phases[1] = sin_cos_own((float)keys.position * frequencies[(c + 2 - turned) / 2]);
-#pragma unroll
-        for (u32 h = 0; h < 4 * HQ; h++) {
-            const u32 head = 4 * (place.heads + h / 4 * 8) + h % 4;
-            if (first_head + head >= shape.heads || c >= head_dim) continue;
-            const float sum = sums[head];
-            float4 quad;
-            quad.x = bf16_round(__fdiv_rn(mixed.quads[h / 4][n][h % 4][0], sum));
-            quad.y = bf16_round(__fdiv_rn(mixed.quads[h / 4][n][h % 4][1], sum));
-            quad.z = bf16_round(__fdiv_rn(mixed.quads[h / 4][n][h % 4][2], sum));
-            quad.w = bf16_round(__fdiv_rn(mixed.quads[h / 4][n][h % 4][3], sum));
-            if (turns && c >= turned) quad = with_first_pair(quad, turn_pair_back(quad.x, quad.y, phases[0]));
-            if (turns) quad = with_second_pair(quad, turn_pair_back(quad.z, quad.w, phases[1]));
-            *(float4*)(to + (u64)head * head_dim + c) = quad;
-        }
-    }
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, 3)
-attention_mix_64_128(const RowInfo* rows, const WindowInfo* windows, const u8* records, const u8* ring, const u8* cache,
-                     const u32* table, const u32* selected, const u32* counts, const float* frequencies, const float* scores,
-                     float* out, const Shape shape) {
-    wait_for_inputs();
-    mix_keys<2, 2, 32>(rows, windows, records, ring, cache, table, selected, counts, frequencies, scores, out, shape);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, 4)
-attention_mix_32_64(const RowInfo* rows, const WindowInfo* windows, const u8* records, const u8* ring, const u8* cache,
-                    const u32* table, const u32* selected, const u32* counts, const float* frequencies, const float* scores,
-                    float* out, const Shape shape) {
-    wait_for_inputs();
-    mix_keys<1, 1, 64>(rows, windows, records, ring, cache, table, selected, counts, frequencies, scores, out, shape);
-}
-
-// ---- few rows
-
-constexpr u32 FEW_HEADS = 16, FEW_KEYS = 20, FEW_SCORERS = 320;
-
-// Where the bytes of COUNT keys are, as record_of says: each step's loads of all of them are on their way at once.
-template <u32 COUNT>
-__device__ __forceinline__ void records_of(const Keys& keys, const u32 (&j)[COUNT], const u8* records, const u8* ring,
-                                           const u8* cache, const u32* table, const u32* of_row, const Shape& shape,
-                                           const u8* (&out)[COUNT]) {
-    const u32 bytes = shape.head_dim + shape.head_dim / 32, entry_bytes = shape.head_dim / 2 + shape.head_dim / 16;
-    u32 entry[COUNT], page[COUNT];
-    if (keys.count > 0) {
-#pragma unroll
-        for (u32 i = 0; i < COUNT; i++) entry[i] = __ldg(of_row + min(j[i], keys.count - 1));
-#pragma unroll
-        for (u32 i = 0; i < COUNT; i++) page[i] = __ldg(table + keys.slot * shape.pages_per_slot + entry[i] / shape.entries_per_page);
-    }
-#pragma unroll
-    for (u32 i = 0; i < COUNT; i++) {
-        const u32 position = keys.first + (max(j[i], keys.count) - keys.count);
-        out[i] = position >= keys.window.start
-            ? records + (u64)(keys.window.first_row + (position - keys.window.start)) * bytes
-            : ring + ((u64)keys.window.slot * shape.ring_len + position % shape.ring_len) * bytes;
-        if (j[i] < keys.count) {
-            out[i] = cache + ((u64)page[i] * shape.entries_per_page + entry[i] % shape.entries_per_page) * entry_bytes;
-        }
-    }
-}
-
-// Four steps of four chains: two items of each of two kinds.
-__device__ __forceinline__ void multiply_two(const float4 (&a)[2], const float4 (&b)[2], float (&sums)[2][2]) {
-#pragma unroll
-    for (u32 i = 0; i < 4; i++) {
-        const u32 x = i / 2, y = i % 2;
-        sums[x][y] = fma_own(a[x].x, b[y].x, sums[x][y]);
-    }
-#pragma unroll
-    for (u32 i = 0; i < 4; i++) {
-        const u32 x = i / 2, y = i % 2;
-        sums[x][y] = fma_own(a[x].y, b[y].y, sums[x][y]);
-    }
-#pragma unroll
-    for (u32 i = 0; i < 4; i++) {
-        const u32 x = i / 2, y = i % 2;
-        sums[x][y] = fma_own(a[x].z, b[y].z, sums[x][y]);
-    }
-#pragma unroll
-    for (u32 i = 0; i < 4; i++) {
-        const u32 x = i / 2, y = i % 2;
-        sums[x][y] = fma_own(a[x].w, b[y].w, sums[x][y]);
-    }
-}
-
-// `quads` times four steps of four chains: rows of `a` that are `far_a` quads apart, by rows of `b`. Four quads are fetched while
-// the four before them are multiplied.
-__device__ __forceinline__ void multiply_rows(const float4* a, u32 far_a, const float4* b, u32 far_b, u32 quads,
-                                              float (&sums)[2][2]) {
-    constexpr u32 AHEAD = 4;
-    float4 left[AHEAD][2], right[AHEAD][2];
-    const auto fetch = [&](u32 first, float4 (&x)[AHEAD][2], float4 (&y)[AHEAD][2]) {
-        const float4* const from[4] = {a + first, a + far_a + first, b + first, b + far_b + first};
-#pragma unroll
-        for (u32 i = 0; i < AHEAD; i++) {
-            x[i][0] = from[0][i];
-            x[i][1] = from[1][i];
-            y[i][0] = from[2][i];
-            y[i][1] = from[3][i];
-        }
-    };
-    const u32 whole = quads / AHEAD * AHEAD;
-    if (whole > 0) fetch(0, left, right);
-#pragma unroll 2
-    for (u32 first = 0; first < whole; first += AHEAD) {
-        float4 next_left[AHEAD][2], next_right[AHEAD][2];
-        // The last time, what was fetched last is fetched again.
-        fetch(min(first + AHEAD, whole - AHEAD), next_left, next_right);
-#pragma unroll
-        for (u32 i = 0; i < AHEAD; i++) multiply_two(left[i], right[i], sums);
-#pragma unroll
-        for (u32 i = 0; i < AHEAD; i++) {
-#pragma unroll
-            for (u32 side = 0; side < 2; side++) {
-                left[i][side] = next_left[i][side];
-                right[i][side] = next_right[i][side];
-            }
-        }
-    }
-    for (u32 i = whole; i < quads; i++) {
-        float4 x[2], y[2];
-        x[0] = a[i];
-        x[1] = a[i + far_a];
-        y[0] = b[i];
-        y[1] = b[i + far_b];
-        multiply_two(x, y, sums);
-    }
-}
-
-extern "C" __global__ void __launch_bounds__(FEW_SCORERS)
-attention_scores_few(const float* q, const RowInfo* rows, const WindowInfo* windows, const u8* records, const u8* ring,
-                     const u8* cache, const u32* table, const u32* selected, const u32* counts, const float* frequencies,
-                     float* scores, const Shape shape) {
-    extern __shared__ float4 few_room[];
-    wait_for_inputs();
-    const u32 thread = threadIdx.x, head_dim = shape.head_dim, pitch = head_dim + 4;
-    float* queries = (float*)few_room;                     // [FEW_HEADS][pitch]
-    float* key_rows = queries + FEW_HEADS * pitch;     // [FEW_KEYS][pitch]
-    const u32 key_tiles = (shape.stride + FEW_KEYS - 1) / FEW_KEYS, head_tiles = (shape.heads + FEW_HEADS - 1) / FEW_HEADS;
-    const u32 first_key = blockIdx.x % key_tiles * FEW_KEYS, first_head = blockIdx.x / key_tiles % head_tiles * FEW_HEADS;
-    const u32 row = blockIdx.x / key_tiles / head_tiles, heads = min(shape.heads - first_head, FEW_HEADS);
-    const float* of_heads = q + ((u64)row * shape.heads + first_head) * head_dim;
-    const u32 turned = head_dim - shape.rope_dim, quads = head_dim / 4;
-    // Columns that turn come by way of registers below.
-    for (u32 i = thread; i < FEW_HEADS * quads; i += FEW_SCORERS) {
-        const u32 head = i / quads, c = i % quads * 4;
-        float4* to = (float4*)(queries + head * pitch + c);
-        if (head >= heads) {
-            *to = zero_quad();
-        } else if (c + 4 <= turned) {
-            copy_async_16(to, (const float4*)(of_heads + (u64)head * head_dim + c));
+// A warp's tile of records into shared memory, on their own way where they are multiples of sixteen bytes.
+__device__ __forceinline__ void stage_records(const Keys& keys, const Caches& from, u32 tile, u8* staged, const Shape& shape) {
+    const u32 lane = threadIdx.x % 32, pitch = record_pitch(shape.head_dim);
+    const bool is_entry = tile * TILE < keys.entry_places;
+    const u32 bytes = is_entry ? shape.head_dim / 2 + shape.head_dim / 16 : shape.head_dim + shape.head_dim / 32;
+    const u64 own = (u64)record_of(keys, tile * TILE + lane % TILE, from, shape);
+    for (u32 key = 0; key < TILE; key++) {
+        const u8* record = (const u8*)__shfl_sync(WARP, own, key);
+        if (shape.head_dim % 512 == 0) {
+            float4* const to = (float4*)(staged + key * pitch);
+            for (u32 at = lane; at < bytes / 16; at += 32) copy_async_16(to + at, (const float4*)record + at);
+        } else {
+            for (u32 at = lane; at < bytes; at += 32) staged[key * pitch + at] = __ldg(record + at);
         }
     }
     end_copy_group();
-    const Keys keys = keys_of(rows, windows, counts, row, shape);
-    const u32* of_row = selected + (u64)row * shape.selected_max;
-    if (first_key >= keys.total) {
-        wait_for_copy_groups<0>();
-        return;
-    }
-    for (u32 unit = thread; unit < FEW_KEYS * (head_dim / 32); unit += FEW_SCORERS) {
-        // Past the last key the last one is read again.
-        const u32 j[1] = {min(first_key + unit % FEW_KEYS, keys.total - 1)};
-        const u8* record[1];
-        records_of(keys, j, records, ring, cache, table, of_row, shape, record);
-        const Packed packed = packed_columns(record[0], j[0] < keys.count, unit / FEW_KEYS, head_dim);
-        float4* to = (float4*)(key_rows + unit % FEW_KEYS * pitch + unit / FEW_KEYS * 32);
-        unpack(packed, j[0] < keys.count, [&](u32 quad, float4 values) { to[quad] = values; });
-    }
-    const u32 first_turned = turned / 4 * 4, turned_quads = (head_dim - first_turned) / 4;
-    for (u32 i = thread; i < heads * turned_quads; i += FEW_SCORERS) {
-        const u32 head = i / turned_quads, c = first_turned + i % turned_quads * 4;
-        float4 quad = *(const float4*)(of_heads + (u64)head * head_dim + c);
-        const auto phase = [&](u32 column) { return sin_cos_own((float)keys.position * frequencies[(column - turned) / 2]); };
-        if (c >= turned) quad = with_first_pair(quad, turn_pair(quad.x, quad.y, phase(c)));
-        quad = with_second_pair(quad, turn_pair(quad.z, quad.w, phase(c + 2)));
-        *(float4*)(queries + head * pitch + c) = quad;
-    }
+}
+
+// Scores of one tile of staged records by one warp, for 8 NT heads whose queries are staged.
+template <u32 NT>
+__device__ __forceinline__ void score_staged(const Keys& keys, u32 tile, const u8* records, const u8* staged, u32 first_head,
+                                             float* lines, const Shape& shape) {
+    const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, head_dim = shape.head_dim;
+    const u32 blocks = head_dim / 32, pitch = query_pitch(head_dim);
+    const bool is_entry = tile * TILE < keys.entry_places;
+    const u8* record = records + g * record_pitch(head_dim);
+    const u8* query = staged + g * pitch + t * 16;
+    u32 bad[1][2];
+    float dots[1][NT][4];
+    bad[0][0] = bad[0][1] = 0;
+#pragma unroll
+    for (u32 n = 0; n < NT; n++) dots[0][n][0] = dots[0][n][1] = dots[0][n][2] = dots[0][n][3] = 0.0f;
+    const auto run = [&](bool is_entry) {
+#pragma unroll 2
+        for (u32 block = 0; block < blocks; block++) {
+            u32 pairs[2][4];
+#pragma unroll
+            for (u32 i = 0; i < 2; i++) {
+                const u8* of = record + i * 8 * record_pitch(head_dim);
+                Columns columns;
+                if (is_entry) {
+                    columns.low = columns.high = *(const u32*)(of + 16 * block + 4 * t);
+                    columns.scales = *(const u16*)(of + head_dim / 2 + 2 * block);
+                } else {
+                    columns.low = *(const u32*)(of + 32 * block + 4 * t);
+                    columns.high = *(const u32*)(of + 32 * block + 16 + 4 * t);
+                    columns.scales = of[head_dim + block];
+                }
+                decode_columns(columns, is_entry, pairs[i], bad[0][i]);
+            }
+#pragma unroll
+            for (u32 n = 0; n < NT; n++) {
+                const uint4 b = *(const uint4*)(query + n * 8 * pitch + block * 64);
+                mma_k16(dots[0][n], pairs[0][0], pairs[1][0], pairs[0][1], pairs[1][1], b.x, b.y);
+                mma_k16(dots[0][n], pairs[0][2], pairs[1][2], pairs[0][3], pairs[1][3], b.z, b.w);
+            }
+        }
+    };
+    if (is_entry) run(true);
+    else run(false);
+    store_scores<NT, 1>(keys, tile, first_head, dots, bad, lines, shape);
+}
+
+// Two warps a tile, half of the heads each. While the first ones fetch the records, the others turn the queries.
+template <u32 NT>
+__device__ __forceinline__ void score_few(const float* q, const RowInfo* rows, const WindowInfo* windows, const u8* records,
+                                          const u8* ring, const u8* cache, const u32* table, const u32* selected,
+                                          const u32* counts, const float* frequencies, float* scores, const Shape& shape) {
+    extern __shared__ uint4 room[];
+    __shared__ float2 phases[64];
+    u8* const staged = (u8*)room;
+    const u32 warps = blockDim.x / 64, tiles = shape.stride / TILE, parts = (tiles + warps - 1) / warps;
+    const u32 head_tiles = (shape.heads + 8 * NT - 1) / (8 * NT);
+    const u32 warp = warp_index() % warps, half = warp_index() / warps;
+    const u32 tile = blockIdx.x % parts * warps + warp, first_head = blockIdx.x / parts % head_tiles * 8 * NT;
+    const u32 tile_row = blockIdx.x / parts / head_tiles, row = shape.first_row + tile_row;
+    Keys keys = window_of(rows, windows, row, shape);
+    make_phases(frequencies, keys.position, phases, shape);
+    __syncthreads();
+    wait_for_inputs();
+    add_selection(keys, counts, row, shape);
+    if (blockIdx.x % parts * warps * TILE >= keys.places) return;
+    const Caches from = {records, ring, cache, table, selected + (u64)row * shape.selected_max};
+    float* const lines = scores + (u64)tile_row * shape.heads * shape.stride;
+    u8* const own_records = staged + 8 * NT * query_pitch(shape.head_dim) + warp * TILE * record_pitch(shape.head_dim);
+    const bool has_tile = tile * TILE < keys.places;
+    if (half != 0) stage_queries<8 * NT>(q, first_head, row, phases, staged, warp, warps, shape);
+    else if (has_tile) stage_records(keys, from, tile, own_records, shape);
     wait_for_copy_groups<0>();
     __syncthreads();
+    const u32 down = half * 4 * NT;
+    if (has_tile) {
+        const u8* const own_queries = staged + down * query_pitch(shape.head_dim);
+        score_staged<NT / 2>(keys, tile, own_records, own_queries, first_head + down, lines, shape);
+    }
+}
 
-    // Two heads, eight apart, by two keys, ten apart: half of the threads.
-    const u32 lane = thread % 32, own_head = lane / 2 % 8, own_key = thread / 32 * 4 + lane / 16 * 2 + lane % 2;
-    if (own_key >= FEW_KEYS / 2) return;
-    const float4* a = (const float4*)(queries + own_head * pitch);
-    const float4* b = (const float4*)(key_rows + own_key * pitch);
-    const u32 far_head = 8 * pitch / 4, far_key = FEW_KEYS / 2 * pitch / 4;
-    float dots[2][2];
-    dots[0][0] = dots[0][1] = dots[1][0] = dots[1][1] = 0.0f;
-    multiply_rows(a, far_head, b, far_key, quads, dots);
-    float* out = scores + ((u64)row * shape.heads + first_head) * shape.stride + first_key;
+extern "C" __global__ void __launch_bounds__(256, 1)
+attention_scores_16(const float* q, const RowInfo* rows, const WindowInfo* windows, const u8* records, const u8* ring,
+                    const u8* cache, const u32* table, const u32* selected, const u32* counts, const float* frequencies,
+                    float* scores, const Shape shape) {
+    score_few<2>(q, rows, windows, records, ring, cache, table, selected, counts, frequencies, scores, shape);
+}
+
+extern "C" __global__ void __launch_bounds__(512, 1)
+attention_scores_32(const float* q, const RowInfo* rows, const WindowInfo* windows, const u8* records, const u8* ring,
+                    const u8* cache, const u32* table, const u32* selected, const u32* counts, const float* frequencies,
+                    float* scores, const Shape shape) {
+    score_few<4>(q, rows, windows, records, ring, cache, table, selected, counts, frequencies, scores, shape);
+}
+
+// ---- weights
+
+// exp_own of what is at most zero, or NaN: the same bits, without conversions.
+__device__ __forceinline__ float exp_down(float x) {
+    x = max_second(-104.0f, x);
+    const float turns = x * from_bits(0x3fb8aa3bu) + 12582912.0f, n = turns - 12582912.0f;
+    float r = fma_own(n, -from_bits(0x3f317218u), x);
+    r = fma_own(n, -from_bits(0xb102e308u), r);
+    float q = from_bits(0x3ab5638cu);
+    q = fma_own(q, r, from_bits(0x3c091eefu));
+    q = fma_own(q, r, from_bits(0x3d2aac2cu));
+    q = fma_own(q, r, from_bits(0x3e2aaa46u));
+    q = fma_own(q, r, from_bits(0x3efffffeu));
+    const float value = 1.0f + fma_own(r * r, q, r);
+    // 2^(n + 64) is exact and so is its product; the last one rounds once, to a subnormal or not at all.
+    return value * from_bits(to_bits(turns) * 0x00800000u + (191u << 23)) * from_bits(63u << 23);
+}
+
+// By one warp, of the scores of COUNT heads, whose lines lie `apart` floats from each other: `put(head, quad, first, second)`
+// gets the weights of four places as two words of bf16, and every lane the maxima (x) and the sums of the exponentials (y).
+template <u32 COUNT, class Put>
+__device__ __forceinline__ void weigh(const float* lines, u32 apart, u32 places, u32 lane, float2 (&both)[COUNT], Put put) {
+    constexpr u32 OWN = 5;
+    const u32 quads = (places + TILE - 1) / TILE * (TILE / 4);
+    float4 scores[COUNT][OWN];
+    float most[COUNT], sums[COUNT];
+    const auto load = [&](u32 first) {
 #pragma unroll
-    for (u32 i = 0; i < 4; i++) {
-        const u32 head = own_head + i / 2 * 8, key = own_key + i % 2 * (FEW_KEYS / 2);
-        if (head < heads && first_key + key < keys.total) {
-            out[(u64)head * shape.stride + key] = dots[i / 2][i % 2] * shape.scale;
+        for (u32 h = 0; h < COUNT; h++) {
+#pragma unroll
+            for (u32 i = 0; i < OWN; i++) {
+                const u32 quad = first + 32 * i + lane;
+                scores[h][i].x = scores[h][i].y = scores[h][i].z = scores[h][i].w = -infinite();
+                if (quad < quads) scores[h][i] = ((const float4*)(lines + h * apart))[quad];
+            }
+        }
+    };
+#pragma unroll
+    for (u32 h = 0; h < COUNT; h++) most[h] = -infinite(), sums[h] = 0.0f;
+    for (u32 first = 0; first < quads; first += 32 * OWN) {
+        load(first);
+#pragma unroll
+        for (u32 i = 0; i < COUNT * OWN; i++) {
+            const float4 four = scores[i / OWN][i % OWN];
+            most[i / OWN] = fmaxf(most[i / OWN], fmaxf(fmaxf(four.x, four.y), fmaxf(four.z, four.w)));
+        }
+    }
+#pragma unroll
+    for (u32 mask = 16; mask > 0; mask /= 2) {
+#pragma unroll
+        for (u32 h = 0; h < COUNT; h++) most[h] = fmaxf(most[h], __shfl_xor_sync(WARP, most[h], mask));
+    }
+    for (u32 first = 0; first < quads; first += 32 * OWN) {
+        if (quads > 32 * OWN) load(first);
+        __syncwarp();
+#pragma unroll
+        for (u32 h = 0; h < COUNT; h++) {
+#pragma unroll
+            for (u32 i = 0; i < OWN; i++) {
+                const u32 quad = first + 32 * i + lane;
+                const float4 four = scores[h][i];
+                const float a = exp_down(four.x - most[h]), b = exp_down(four.y - most[h]);
+                const float c = exp_down(four.z - most[h]), d = exp_down(four.w - most[h]);
+                if (quad < quads) {
+                    sums[h] = sums[h] + a;
+                    sums[h] = sums[h] + b;
+                    sums[h] = sums[h] + c;
+                    sums[h] = sums[h] + d;
+                    put(h, quad, bf16_pair(a, b), bf16_pair(c, d));
+                }
+            }
+        }
+    }
+#pragma unroll
+    for (u32 mask = 16; mask > 0; mask /= 2) {
+#pragma unroll
+        for (u32 h = 0; h < COUNT; h++) sums[h] = sums[h] + __shfl_xor_sync(WARP, sums[h], mask);
+    }
+#pragma unroll
+    for (u32 h = 0; h < COUNT; h++) both[h].x = most[h], both[h].y = sums[h];
+}
+
+// Scores of all keys of 8 NT heads of a row, then their weights and denominators.
+template <u32 NT>
+__device__ __forceinline__ void weigh_keys(const float* q, const RowInfo* rows, const WindowInfo* windows, const u8* records,
+                                           const u8* ring, const u8* cache, const u32* table, const u32* selected,
+                                           const u32* counts, const float* sinks, const float* frequencies, float* scores,
+                                           const Shape& shape) {
+    extern __shared__ uint4 room[];
+    __shared__ float2 phases[64];
+    u8* const staged = (u8*)room;
+    const u32 warps = blockDim.x / 32, warp = warp_index(), lane = threadIdx.x % 32;
+    const u32 head_tiles = (shape.heads + 8 * NT - 1) / (8 * NT), first_head = blockIdx.x % head_tiles * 8 * NT;
+    const u32 tile_row = blockIdx.x / head_tiles, row = shape.first_row + tile_row;
+    Keys keys = window_of(rows, windows, row, shape);
+    make_phases(frequencies, keys.position, phases, shape);
+    __syncthreads();
+    wait_for_inputs();
+    stage_queries<8 * NT>(q, first_head, row, phases, staged, warp, warps, shape);
+    add_selection(keys, counts, row, shape);
+    __syncthreads();
+    const Caches from = {records, ring, cache, table, selected + (u64)row * shape.selected_max};
+    float* const lines = scores + (u64)tile_row * shape.heads * shape.stride;
+    const u32 tiles = (keys.places + TILE - 1) / TILE;
+    for (u32 tile = 2 * warp; tile < tiles; tile += 2 * warps) {
+        if (shape.head_dim % 128 == 0) score_tiles<NT, 2, true>(keys, from, tile, staged, first_head, lines, shape);
+        else score_tiles<NT, 2, false>(keys, from, tile, staged, first_head, lines, shape);
+    }
+    __syncthreads();
+    // Two heads at a time, so that one's latencies hide the other's; heads of a block are a multiple of sixteen, those that there
+    // are may not be.
+    for (u32 head = first_head + 2 * warp; head < min(first_head + 8 * NT, shape.heads); head += 2 * warps) {
+        float* const line = lines + (u64)head * shape.stride;
+        const auto put = [&](u32 h, u32 quad, u32 first, u32 second) {
+            uint2 words;
+            words.x = first, words.y = second;
+            ((uint2*)(line + h * shape.stride))[quad] = words;
+        };
+        float2 two[2], one[1];
+        const bool is_pair = head + 1 < shape.heads;
+        if (is_pair) {
+            weigh<2>(line, shape.stride, keys.places, lane, two, put);
+        } else {
+            weigh<1>(line, shape.stride, keys.places, lane, one, put);
+            two[0] = two[1] = one[0];
+        }
+        if (lane < (is_pair ? 2 : 1)) {
+            const float2 both = lane == 0 ? two[0] : two[1];
+            const float sum = both.y + exp_own(sinks[head + lane] - both.x);
+            scores[shape.sums_at + tile_row * shape.heads + head + lane] = __fdiv_rn(256.0f, sum);
         }
     }
 }
 
-constexpr u32 MIXED_HEADS = 8, MIXED_COLUMNS = 32, MIXERS = 256;
-
-// The softmax of a warp's head: exponentials, unrounded and as bf16, and the largest score.
-__device__ __forceinline__ float exponentials_of(const float* of_head, u32 total, u32 lane, float* exponentials, float* weights) {
-    // Several keys of a lane at a time, so that none waits for memory alone.
-    constexpr u32 AT_ONCE = 20;
-    float most = -infinite();
-    for (u32 first = lane; first < total; first += 32 * AT_ONCE) {
-        float score[AT_ONCE];
-#pragma unroll
-        for (u32 i = 0; i < AT_ONCE; i++) score[i] = first + 32 * i < total ? of_head[first + 32 * i] : -infinite();
-#pragma unroll
-        for (u32 i = 0; i < AT_ONCE; i++) {
-            if (first + 32 * i < total) exponentials[first + 32 * i] = score[i];
-            most = max_second(score[i], most);
-        }
-    }
-    // A maximum's order is free.
-    for (u32 step = 16; step > 0; step /= 2) most = max_second(__shfl_xor_sync(WARP, most, step), most);
-#pragma unroll 4
-    for (u32 j = lane; j < total; j += 32) {
-        const float e = exp_own(exponentials[j] - most);
-        exponentials[j] = e;
-        weights[j] = bf16_round(e);
-    }
-    return most;
+extern "C" __global__ void __launch_bounds__(256, 1)
+attention_weights_64(const float* q, const RowInfo* rows, const WindowInfo* windows, const u8* records, const u8* ring,
+                     const u8* cache, const u32* table, const u32* selected, const u32* counts, const float* sinks,
+                     const float* frequencies, float* scores, const Shape shape) {
+    weigh_keys<8>(q, rows, windows, records, ring, cache, table, selected, counts, sinks, frequencies, scores, shape);
 }
 
-extern "C" __global__ void __launch_bounds__(MIXERS)
-attention_mix_few(const RowInfo* rows, const WindowInfo* windows, const u8* records, const u8* ring, const u8* cache,
-                  const u32* table, const u32* selected, const u32* counts, const float* sinks, const float* frequencies,
-                  const float* scores, float* out, const Shape shape) {
-    extern __shared__ float4 few_room[];
-    __shared__ float maxima[MIXED_HEADS];
-    __shared__ float sums[MIXED_HEADS];
-    const u32 thread = threadIdx.x, lane = thread % 32, warp = thread / 32, head_dim = shape.head_dim;
-    const u32 pitch = (shape.stride + 3) / 4 * 4 + 4;
-    float* values = (float*)few_room;                              // [MIXED_COLUMNS][pitch]
-    float* weights = values + MIXED_COLUMNS * pitch;           // [MIXED_HEADS][pitch]
-    float* exponentials = weights + MIXED_HEADS * pitch;       // [MIXED_HEADS][pitch]
-    const u32 column_tiles = head_dim / MIXED_COLUMNS, head_tiles = (shape.heads + MIXED_HEADS - 1) / MIXED_HEADS;
-    const u32 first_column = blockIdx.x % column_tiles * MIXED_COLUMNS;
-    const u32 first_head = blockIdx.x / column_tiles % head_tiles * MIXED_HEADS;
-    const u32 row = blockIdx.x / column_tiles / head_tiles, heads = min(shape.heads - first_head, MIXED_HEADS);
+extern "C" __global__ void __launch_bounds__(256, 1)
+attention_weights_32(const float* q, const RowInfo* rows, const WindowInfo* windows, const u8* records, const u8* ring,
+                     const u8* cache, const u32* table, const u32* selected, const u32* counts, const float* sinks,
+                     const float* frequencies, float* scores, const Shape shape) {
+    weigh_keys<4>(q, rows, windows, records, ring, cache, table, selected, counts, sinks, frequencies, scores, shape);
+}
+
+// ---- mix
+
+// Of four keys, those of the lane's t, the eight columns of 64 that the lane's g has: of block g / 4 columns 4 (g % 4) to
+// 4 (g % 4) + 3 of either half.
+struct Values {
+    u32 low[4], high[4], scales[4];
+};
+
+template <bool WORDS>
+__device__ __forceinline__ void load_values(const u8* const* records, bool is_entry, u32 block, u32 part, u32 head_dim,
+                                            Values& values) {
+#pragma unroll
+    for (u32 k = 0; k < 4; k++) {
+        const u8* record = records[k];
+        if (is_entry) {
+            values.low[k] = word_at<WORDS>(record + 16 * block + 4 * part);
+            values.scales[k] = __ldg((const u16*)(record + head_dim / 2 + 2 * block));
+        } else {
+            values.low[k] = word_at<WORDS>(record + 32 * block + 4 * part);
+            values.high[k] = word_at<WORDS>(record + 32 * block + 16 + 4 * part);
+            values.scales[k] = __ldg(record + head_dim + block);
+        }
+    }
+}
+
+// Pairs of keys by column: words [i][0] and [i][2] of the columns 2 i, [i][1] and [i][3] of 2 i + 1, as a step takes them. What
+// is no number is not looked for: such a key has spoilt every weight of its row already.
+__device__ __forceinline__ void decode_values(const Values& values, bool is_entry, u32 (&pairs)[4][4]) {
+#pragma unroll
+    for (u32 p = 0; p < 2; p++) {
+        const u32 a = 2 * p, b = 2 * p + 1;
+        if (is_entry) {
+            const u32 first = entry_factor(__byte_perm(values.scales[a], values.scales[b], 0x2420));
+            const u32 second = entry_factor(__byte_perm(values.scales[a], values.scales[b], 0x2521));
+#pragma unroll
+            for (u32 j = 0; j < 4; j++) {
+                const u32 halves = __byte_perm(values.low[a], values.low[b], 0x4400 + 0x1111 * j);
+                pairs[j / 2][j % 2 + 2 * p] = low_nibbles(halves, first);
+                pairs[2 + j / 2][j % 2 + 2 * p] = high_nibbles(halves, second);
+            }
+        } else {
+            const u32 factor = window_factor(__byte_perm(values.scales[a], values.scales[b], 0x1410));
+#pragma unroll
+            for (u32 half = 0; half < 2; half++) {
+                const u32 first = half == 0 ? values.low[a] : values.high[a];
+                const u32 second = half == 0 ? values.low[b] : values.high[b];
+#pragma unroll
+                for (u32 i = 0; i < 2; i++) {
+                    u32 high, low;
+                    e4m3_bytes(__byte_perm(first, second, i == 0 ? 0x5140 : 0x7362), high, low);
+                    pairs[2 * half + i][2 * p] = mul_bf16x2(__byte_perm(low, high, 0x5140), factor);
+                    pairs[2 * half + i][2 * p + 1] = mul_bf16x2(__byte_perm(low, high, 0x7362), factor);
+                }
+            }
+        }
+    }
+}
+
+// Bytes of a head's staged weights: eight rows of four lanes' eight bytes meet every bank once.
+__device__ __forceinline__ u32 weight_pitch(u32 stride) { return (2 * stride + 127) / 128 * 128 + 32; }
+
+// The addresses of a row's keys; all threads call it.
+__device__ __forceinline__ void find_records(const Keys& keys, const Caches& from, const u8** records, const Shape& shape) {
+    for (u32 place = threadIdx.x; place < (keys.places + TILE - 1) / TILE * TILE; place += blockDim.x) {
+        records[place] = record_of(keys, place, from, shape);
+    }
+}
+
+// Two columns of an output of one head: divided, rounded, turned back.
+__device__ __forceinline__ float2 finished_pair(float even, float odd, float inverse, u32 c, u32 turned, const float2& phase) {
+    const u32 both = bf16_pair(even * inverse, odd * inverse);
+    float2 pair;
+    pair.x = from_bits(both << 16);
+    pair.y = from_bits(both & 0xffff0000u);
+    return c >= turned ? turn_pair_back(pair.x, pair.y, phase) : pair;
+}
+
+constexpr u32 MIX_COLUMNS = 128, MIX_TILES = MIX_COLUMNS / 16;
+
+// 8 NT heads and 128 columns, a warp sixteen of them. Shared memory: the values as the steps take them [tiles, MIX_TILES, 32
+// lanes] of 16 bytes, the weights, the addresses.
+template <u32 NT, bool WORDS>
+__device__ __forceinline__ void mix_few(const RowInfo* rows, const WindowInfo* windows, const u8* records, const u8* ring,
+                                        const u8* cache, const u32* table, const u32* selected, const u32* counts,
+                                        const float* sinks, const float* frequencies, const float* scores, float* out,
+                                        const Shape& shape) {
+    extern __shared__ uint4 room[];
+    __shared__ float inverses[8 * NT];
+    const u32 warps = blockDim.x / 32, warp = warp_index(), lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const u32 head_dim = shape.head_dim, pitch = weight_pitch(shape.stride), turned = head_dim - shape.rope_dim;
+    uint4* const values = room;
+    u8* const weights = (u8*)(values + shape.stride / TILE * MIX_TILES * 32);
+    const u8** const key_records = (const u8**)(weights + 8 * NT * pitch);
+    const u32 column_tiles = (head_dim + MIX_COLUMNS - 1) / MIX_COLUMNS, head_tiles = (shape.heads + 8 * NT - 1) / (8 * NT);
+    const u32 first_column = blockIdx.x % column_tiles * MIX_COLUMNS;
+    const u32 first_head = blockIdx.x / column_tiles % head_tiles * 8 * NT;
+    const u32 tile_row = blockIdx.x / column_tiles / head_tiles, row = shape.first_row + tile_row;
     // This part of the work touches nothing of the launch before, the scores'. What it reads is older: the scores have begun,
     // so all that they waited for is complete.
     const Keys keys = keys_of(rows, windows, counts, row, shape);
-    const u32* of_row = selected + (u64)row * shape.selected_max;
-    constexpr u32 OWN = 3;
-    for (u32 first = thread; first < keys.total; first += OWN * MIXERS) {
-        Packed packed[OWN];
-        u32 js[OWN];
-        const u8* places[OWN];
+    const u32 tiles = (keys.places + TILE - 1) / TILE;
+    find_records(keys, {records, ring, cache, table, selected + (u64)row * shape.selected_max}, key_records, shape);
+    __syncthreads();
+    // A unit is a tile of keys by 64 columns; some are on their way at once.
+    constexpr u32 AHEAD = 2;
+    const auto block_of = [&](u32 unit) { return min(first_column / 32 + unit % 2 * 2 + g / 4, head_dim / 32 - 1); };
+    const auto is_entry = [&](u32 unit) { return unit / 2 * TILE < keys.entry_places; };
+    const auto load = [&](u32 unit, Values& to) {
+        load_values<WORDS>(key_records + unit / 2 * TILE + 4 * t, is_entry(unit), block_of(unit), g % 4, head_dim, to);
+    };
+    const auto store = [&](u32 unit, const Values& from) {
+        u32 pairs[4][4];
+        decode_values(from, is_entry(unit), pairs);
 #pragma unroll
-        for (u32 i = 0; i < OWN; i++) js[i] = min(first + i * MIXERS, keys.total - 1);
-        records_of(keys, js, records, ring, cache, table, of_row, shape, places);
+        for (u32 i = 0; i < 4; i++) {
+            uint4 words;
+            words.x = pairs[i][0], words.y = pairs[i][1], words.z = pairs[i][2], words.w = pairs[i][3];
+            values[(unit / 2 * MIX_TILES + unit % 2 * 4 + i) * 32 + lane] = words;
+        }
+    };
+    for (u32 unit = warp; unit < 2 * tiles; unit += AHEAD * warps) {
+        Values some[AHEAD];
 #pragma unroll
-        for (u32 i = 0; i < OWN; i++) packed[i] = packed_columns(places[i], js[i] < keys.count, first_column / 32, head_dim);
+        for (u32 i = 0; i < AHEAD; i++) load(min(unit + i * warps, 2 * tiles - 1), some[i]);
 #pragma unroll
-        for (u32 i = 0; i < OWN; i++) {
-            const u32 j = first + i * MIXERS;
-            if (j >= keys.total) continue;
-            unpack(packed[i], j < keys.count, [&](u32 quad, float4 value) {
-                values[(4 * quad) * pitch + j] = value.x;
-                values[(4 * quad + 1) * pitch + j] = value.y;
-                values[(4 * quad + 2) * pitch + j] = value.z;
-                values[(4 * quad + 3) * pitch + j] = value.w;
-            });
+        for (u32 i = 0; i < AHEAD; i++) {
+            if (unit + i * warps < 2 * tiles) store(unit + i * warps, some[i]);
         }
     }
     wait_for_inputs();
-    if (warp < heads) {
-        const float* of_head = scores + ((u64)row * shape.heads + first_head + warp) * shape.stride;
-        const float most = exponentials_of(of_head, keys.total, lane, exponentials + warp * pitch, weights + warp * pitch);
-        if (lane == 0) maxima[warp] = most;
+    for (u32 head = warp; head < 8 * NT; head += warps) {
+        uint2* const line = (uint2*)(weights + head * pitch);
+        if (first_head + head >= shape.heads) {
+            for (u32 quad = lane; quad < tiles * 4; quad += 32) line[quad].x = line[quad].y = 0;
+            if (lane == 0) inverses[head] = 1.0f;
+            continue;
+        }
+        const float* of_head = scores + ((u64)tile_row * shape.heads + first_head + head) * shape.stride;
+        float2 both[1];
+        weigh<1>(of_head, 0, keys.places, lane, both, [&](u32, u32 quad, u32 first, u32 second) {
+            uint2 words;
+            words.x = first, words.y = second;
+            line[quad] = words;
+        });
+        if (lane == 0) {
+            const float sum = both[0].y + exp_own(sinks[first_head + head] - both[0].x);
+            inverses[head] = __fdiv_rn(256.0f, sum);
+        }
     }
     __syncthreads();
-
-    // Two heads, four apart, by two columns, sixteen apart, in the first two warps; the third one adds the denominators.
-    const u32 own_head = lane / 16 * 2 + lane % 2, own_column = warp * 8 + lane / 2 % 8, total = keys.total;
-    float mixed[2][2];
-    mixed[0][0] = mixed[0][1] = mixed[1][0] = mixed[1][1] = 0.0f;
-    if (warp < 2) {
-        const float* a = weights + own_head * pitch;
-        const float* b = values + own_column * pitch;
-        const u32 far_head = 4 * pitch, far_column = 16 * pitch;
-        multiply_rows((const float4*)a, far_head / 4, (const float4*)b, far_column / 4, total / 4, mixed);
-        for (u32 j = total / 4 * 4; j < total; j++) {
+    if (warp >= MIX_TILES) return;
+    float mixed[NT][4];
 #pragma unroll
-            for (u32 i = 0; i < 4; i++) {
-                mixed[i / 2][i % 2] =
-                    fma_own(a[i / 2 * far_head + j], b[i % 2 * far_column + j], mixed[i / 2][i % 2]);
+    for (u32 n = 0; n < NT; n++) mixed[n][0] = mixed[n][1] = mixed[n][2] = mixed[n][3] = 0.0f;
+    const u8* weight = weights + g * pitch + t * 8;
+#pragma unroll 8
+    for (u32 tile = 0; tile < tiles; tile++) {
+        const uint4 a = values[(tile * MIX_TILES + warp) * 32 + lane];
+#pragma unroll
+        for (u32 n = 0; n < NT; n++) {
+            const uint2 b = *(const uint2*)(weight + n * 8 * pitch + tile * 32);
+            mma_k16(mixed[n], a.x, a.y, a.z, a.w, b.x, b.y);
+        }
+    }
+    // Columns 2 i and 2 i + 1 of the eight of a lane, i being the warp's tile in its 64 columns.
+    const u32 i = warp % 4, c = first_column + warp / 4 * 64 + g / 4 * 32 + i / 2 * 16 + g % 4 * 4 + i % 2 * 2;
+    if (c >= head_dim) return;
+    float2 phase;
+    phase.x = 0.0f, phase.y = 1.0f;
+    if (c >= turned) phase = sin_cos_own((float)keys.position * frequencies[(c - turned) / 2]);
+#pragma unroll
+    for (u32 n = 0; n < 2 * NT; n++) {
+        const u32 head = n / 2 * 8 + 2 * t + n % 2;
+        const float2 pair = finished_pair(mixed[n / 2][n % 2], mixed[n / 2][2 + n % 2], inverses[head], c, turned, phase);
+        if (first_head + head < shape.heads) {
+            *(float2*)(out + ((u64)row * shape.heads + first_head + head) * head_dim + c) = pair;
+        }
+    }
+}
+
+#define MIX_FEW_PARAMETERS rows, windows, records, ring, cache, table, selected, counts, sinks, frequencies, scores, out, shape
+
+extern "C" __global__ void __launch_bounds__(512, 1)
+attention_mix_8(const RowInfo* rows, const WindowInfo* windows, const u8* records, const u8* ring, const u8* cache,
+                const u32* table, const u32* selected, const u32* counts, const float* sinks, const float* frequencies,
+                const float* scores, float* out, const Shape shape) {
+    if (shape.head_dim % 128 == 0) mix_few<1, true>(MIX_FEW_PARAMETERS);
+    else mix_few<1, false>(MIX_FEW_PARAMETERS);
+}
+
+extern "C" __global__ void __launch_bounds__(512, 1)
+attention_mix_16(const RowInfo* rows, const WindowInfo* windows, const u8* records, const u8* ring, const u8* cache,
+                 const u32* table, const u32* selected, const u32* counts, const float* sinks, const float* frequencies,
+                 const float* scores, float* out, const Shape shape) {
+    if (shape.head_dim % 128 == 0) mix_few<2, true>(MIX_FEW_PARAMETERS);
+    else mix_few<2, false>(MIX_FEW_PARAMETERS);
+}
+
+extern "C" __global__ void __launch_bounds__(512, 1)
+attention_mix_32(const RowInfo* rows, const WindowInfo* windows, const u8* records, const u8* ring, const u8* cache,
+                 const u32* table, const u32* selected, const u32* counts, const float* sinks, const float* frequencies,
+                 const float* scores, float* out, const Shape shape) {
+    if (shape.head_dim % 128 == 0) mix_few<4, true>(MIX_FEW_PARAMETERS);
+    else mix_few<4, false>(MIX_FEW_PARAMETERS);
+}
+
+// 64 heads, a warp 64 columns of them. Shared memory: the weights, the addresses.
+template <bool WORDS>
+__device__ __forceinline__ void mix_many(const RowInfo* rows, const WindowInfo* windows, const u8* records, const u8* ring,
+                                         const u8* cache, const u32* table, const u32* selected, const u32* counts,
+                                         const float* frequencies, const float* scores, float* out, const Shape& shape) {
+    constexpr u32 HEADS = 64, NT = HEADS / 8;
+    extern __shared__ uint4 room[];
+    const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+    const u32 head_dim = shape.head_dim, pitch = weight_pitch(shape.stride), turned = head_dim - shape.rope_dim;
+    u8* const weights = (u8*)room;
+    const u8** const key_records = (const u8**)(weights + HEADS * pitch);
+    const u32 columns = blockDim.x * 2, column_tiles = (head_dim + columns - 1) / columns;
+    const u32 head_tiles = (shape.heads + HEADS - 1) / HEADS;
+    const u32 first_head = blockIdx.x / column_tiles % head_tiles * HEADS;
+    const u32 first_block = blockIdx.x % column_tiles * (columns / 32) + warp_index() * 2;
+    const u32 tile_row = blockIdx.x / column_tiles / head_tiles, row = shape.first_row + tile_row;
+    const Keys keys = keys_of(rows, windows, counts, row, shape);
+    const u32 tiles = (keys.places + TILE - 1) / TILE;
+    find_records(keys, {records, ring, cache, table, selected + (u64)row * shape.selected_max}, key_records, shape);
+    wait_for_inputs();
+    // Eight weights a copy.
+    for (u32 part = threadIdx.x; part < HEADS * tiles * 2; part += blockDim.x) {
+        const u32 head = part / (tiles * 2), at = part % (tiles * 2);
+        float4* const to = (float4*)(weights + head * pitch) + at;
+        const float* of_head = scores + ((u64)tile_row * shape.heads + first_head + head) * shape.stride;
+        if (first_head + head < shape.heads) copy_async_16(to, (const float4*)of_head + at);
+        else *to = zero_quad();
+    }
+    end_copy_group();
+    wait_for_copy_groups<0>();
+    __syncthreads();
+    if (first_block * 32 >= head_dim) return;
+
+    const u32 block = min(first_block + g / 4, head_dim / 32 - 1);
+    float mixed[4][NT][4];
+#pragma unroll
+    for (u32 i = 0; i < 16 * NT; i++) (&mixed[0][0][0])[i] = 0.0f;
+    const u8* weight = weights + g * pitch + t * 8;
+    // Tiles of one type are one loop, since the other decodes otherwise; those of the next two are on their way.
+    const auto run = [&](u32 from, u32 to, bool is_entry) {
+        if (from == to) return;
+        Values next[2];
+        const auto load = [&](u32 tile, Values& values) {
+            load_values<WORDS>(key_records + min(tile, to - 1) * TILE + 4 * t, is_entry, block, g % 4, head_dim, values);
+        };
+        load(from, next[0]);
+        load(from + 1, next[1]);
+        for (u32 first = from; first < to; first += 2) {
+#pragma unroll
+            for (u32 d = 0; d < 2; d++) {
+                const u32 tile = first + d;
+                if (tile >= to) break;
+                u32 pairs[4][4];
+                decode_values(next[d], is_entry, pairs);
+                load(tile + 2, next[d]);
+#pragma unroll
+                for (u32 n = 0; n < NT; n++) {
+                    const uint2 b = *(const uint2*)(weight + n * 8 * pitch + tile * 32);
+#pragma unroll
+                    for (u32 i = 0; i < 4; i++) {
+                        mma_k16(mixed[i][n], pairs[i][0], pairs[i][1], pairs[i][2], pairs[i][3], b.x, b.y);
+                    }
+                }
             }
         }
-    } else if (warp == 2 && lane < heads) {
-        const float* e = exponentials + lane * pitch;
-        float sum = 0.0f;
-#pragma unroll 8
-        for (u32 quad = 0; quad < total / 4; quad++) {
-            const float4 four = ((const float4*)e)[quad];
-            sum = sum + four.x;
-            sum = sum + four.y;
-            sum = sum + four.z;
-            sum = sum + four.w;
-        }
-        for (u32 j = total / 4 * 4; j < total; j++) sum = sum + e[j];
-        sums[lane] = sum + exp_own(sinks[first_head + lane] - maxima[lane]);
-    }
-    __syncthreads();
-    if (warp >= 2) return;
-    const u32 turned = head_dim - shape.rope_dim;
+    };
+    run(0, keys.entry_places / TILE, true);
+    run(keys.entry_places / TILE, tiles, false);
+
+    if (first_block + g / 4 >= head_dim / 32) return;
+    const float* inverses = scores + shape.sums_at + tile_row * shape.heads + first_head;
 #pragma unroll
-    for (u32 i = 0; i < 4; i++) {
-        const u32 head = own_head + i / 2 * 4, c = first_column + own_column + i % 2 * 16;
-        const float value = bf16_round(__fdiv_rn(mixed[i / 2][i % 2], head < heads ? sums[head] : 1.0f));
-        // The other column of the pair is two lanes away.
-        const float partner = __shfl_xor_sync(WARP, value, 2);
-        float2 pair;
-        pair.x = (c & 1u) == 0 ? value : partner;
-        pair.y = (c & 1u) == 0 ? partner : value;
-        if (c >= turned) {
-            pair = turn_pair_back(pair.x, pair.y, sin_cos_own((float)keys.position * frequencies[(c - turned) / 2]));
+    for (u32 half = 0; half < 2; half++) {
+        const u32 c = block * 32 + half * 16 + g % 4 * 4;
+        float2 phases[2];
+        phases[0].x = phases[1].x = 0.0f;
+        phases[0].y = phases[1].y = 1.0f;
+        if (c >= turned) phases[0] = sin_cos_own((float)keys.position * frequencies[(c - turned) / 2]);
+        if (c + 2 >= turned) phases[1] = sin_cos_own((float)keys.position * frequencies[(c + 2 - turned) / 2]);
+#pragma unroll
+        for (u32 n = 0; n < 2 * NT; n++) {
+            const u32 head = n / 2 * 8 + 2 * t + n % 2;
+            if (first_head + head >= shape.heads) continue;
+            const float inverse = inverses[head];
+            const float(&one)[4] = mixed[2 * half][n / 2];
+            const float(&two)[4] = mixed[2 * half + 1][n / 2];
+            const float2 first = finished_pair(one[n % 2], one[2 + n % 2], inverse, c, turned, phases[0]);
+            const float2 second = finished_pair(two[n % 2], two[2 + n % 2], inverse, c + 2, turned, phases[1]);
+            float4 quad;
+            quad.x = first.x, quad.y = first.y, quad.z = second.x, quad.w = second.y;
+            *(float4*)(out + ((u64)row * shape.heads + first_head + head) * head_dim + c) = quad;
         }
-        if (head < heads) {
-            out[((u64)row * shape.heads + first_head + head) * head_dim + c] = (c & 1u) == 0 ? pair.x : pair.y;
-        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(256, 1)
+attention_mix(const RowInfo* rows, const WindowInfo* windows, const u8* records, const u8* ring, const u8* cache,
+              const u32* table, const u32* selected, const u32* counts, const float* frequencies, const float* scores,
+              float* out, const Shape shape) {
+    if (shape.head_dim % 128 == 0) {
+        mix_many<true>(rows, windows, records, ring, cache, table, selected, counts, frequencies, scores, out, shape);
+    } else {
+        mix_many<false>(rows, windows, records, ring, cache, table, selected, counts, frequencies, scores, out, shape);
     }
 }

@@ -14,15 +14,17 @@
 //! - [`Span::Block`]: the ring's positions `max(0, start - window) .. start`, then all rows of the row's window, in both
 //!   directions.
 //!
-//! Shapes and types: see [`Args`]. Order: each dot product is one chain of fused multiply-adds over the columns ascending;
-//! `l` adds the unrounded `e_j` in key order, the sink last; each column of the output is one chain of fused multiply-adds in
-//! key order. `M` is a maximum, so its order is free. A row's keys are never split over threads.
+//! Shapes and types: see [`Args`]. Order on CPU and Metal: each dot product is one chain of fused multiply-adds over the columns
+//! ascending; `l` adds the unrounded `e_j` in key order, the sink last; each column of the output is one chain of fused
+//! multiply-adds in key order. CUDA has an order of its own, of tensor-core steps: [`steps`]. `M` is a maximum, so its order is
+//! free.
 
 pub(crate) mod contract;
 mod cpu;
 mod gpu;
 mod launch;
 pub mod reference;
+pub mod steps;
 
 pub use launch::launch;
 
@@ -104,10 +106,15 @@ pub(crate) const fn gpu_keys(shape: Shape) -> usize {
     shape.selected_max + shape.window + shape.block_rows
 }
 
+/// Places of a row's keys on CUDA, at most; see [`steps`].
+pub(crate) const fn gpu_places(shape: Shape) -> usize {
+    (shape.selected_max.next_multiple_of(steps::STEP) + shape.window + shape.block_rows).next_multiple_of(32)
+}
+
 /// Floats of [`Args::scratch`] with which CUDA computes `rows` rows at a time: their scores and denominators. With fewer it
 /// takes more launches; one row's are needed. Metal needs none.
 pub const fn gpu_scratch_floats(shape: Shape, rows: usize) -> usize {
-    rows * shape.heads.next_multiple_of(4) * (gpu_keys(shape) + 1)
+    rows * shape.heads * (gpu_places(shape) + 1)
 }
 
 /// Floats of [`Args::scratch`] for a queue of `threads` threads.
