@@ -586,7 +586,7 @@ fn selection(
     let run: Run = Box::new(move |queue, buffers| index_score::launch_select(queue, select.args(buffers)));
     case(mode, rows, buffers, moved, run).mirrored(Box::new(move |buffers| {
         let host = &mut Queue::cpu(1, Level::best());
-        index_score::launch_select_in_steps(host, mirrored.args(buffers)).expect("the device takes the same arguments");
+        index_score::select_in_steps(host, mirrored.args(buffers)).expect("the device takes the same arguments");
     }))
 }
 

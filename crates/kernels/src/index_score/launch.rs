@@ -49,7 +49,7 @@ pub fn launch_select(queue: &mut Queue, args: SelectArgs<'_>) -> Result<(), Laun
 ///
 /// # Errors
 /// As [`launch_select`].
-pub fn launch_select_in_steps(queue: &mut Queue, args: SelectArgs<'_>) -> Result<(), LaunchError> {
+pub fn select_in_steps(queue: &mut Queue, args: SelectArgs<'_>) -> Result<(), LaunchError> {
     select_with(queue, args, |_, args| {
         check(&args)?;
         steps::run(args);

@@ -9,7 +9,7 @@
 //!
 //! Shapes and types: see [`Args`]. Rounding: none, scores are float32. Order on a CPU and on Metal: each dot product is one
 //! chain of fused multiply-adds over the columns ascending; the heads add up in one such chain, ascending. On CUDA: the steps of
-//! the tensor core, see [`launch_select_in_steps`] and `steps.rs`, where a query that bf16 does not hold is rounded to it.
+//! the tensor core, see [`select_in_steps`] and `steps.rs`, where a query that bf16 does not hold is rounded to it.
 
 pub(crate) mod contract;
 mod cpu;
@@ -18,7 +18,7 @@ mod launch;
 pub mod reference;
 mod steps;
 
-pub use launch::{launch, launch_select, launch_select_in_steps};
+pub use launch::{launch, launch_select, select_in_steps};
 
 use crate::rows::{Pages, RowInfo};
 use crate::top_k::{CandidateList, Candidates};
