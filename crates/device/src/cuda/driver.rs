@@ -157,7 +157,7 @@ impl State {
             blocks: call.groups,
             threads: call.threads,
             shared_bytes: call.shared_bytes,
-            cluster: call.tuning.cluster.max(1),
+            cluster: call.tuning.cluster,
             overlap: call.tuning.overlap,
             line: Line::Main,
         };

@@ -2,6 +2,7 @@
 
 use super::error::{CudaError, check};
 use super::gpu::{Context, Gpu};
+use crate::gpu::Tuning;
 use cudarc::driver::sys::{self, CUfunction_attribute as Attribute};
 use std::ffi::{CString, c_void};
 use std::sync::Arc;
@@ -160,7 +161,7 @@ pub struct Shape {
     pub threads: usize,
     /// Dynamic shared memory of a block.
     pub shared_bytes: usize,
-    /// Blocks of a cluster, 1 for none; divides the block count. Compute capability 9.0 and later.
+    /// Blocks of a cluster (compute capability 9.0 and later), 1 for none; divides the block count. See [`Tuning::cluster`].
     pub cluster: usize,
     /// Starts while the launch before it still runs. The kernel itself waits before it reads what that one writes.
     pub overlap: bool,
@@ -226,12 +227,20 @@ impl Gpu {
                 clusterDim: sys::CUlaunchAttributeValue_union__bindgen_ty_1 { x: shape.cluster as u32, y: 1, z: 1 },
             },
         };
+        let together = sys::CUlaunchAttribute {
+            id: sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_COOPERATIVE,
+            pad: [0; 4],
+            value: sys::CUlaunchAttributeValue { cooperative: 1 },
+        };
         let mut attributes = Vec::with_capacity(2);
         if shape.overlap && kernel.waits && self.capability.0 >= 9 {
             attributes.push(overlap);
         }
         if shape.cluster > 1 {
             attributes.push(cluster);
+        }
+        if shape.cluster == Tuning::WHOLE_GRID as usize {
+            attributes.push(together);
         }
         let config = sys::CUlaunchConfig {
             gridDimX: shape.blocks as u32,

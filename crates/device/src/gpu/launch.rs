@@ -77,10 +77,16 @@ pub struct Launch<'a, 'b> {
 /// What only changes speed, and only on devices that have it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tuning {
-    /// Groups of a cluster, 1 for none; divides the group count.
+    /// Groups of a cluster, 1 for none; divides the group count. [`Tuning::WHOLE_GRID`]: all groups are on the device at once
+    /// and may wait for each other, or the launch is refused.
     pub cluster: u32,
     /// Starts while the launch before it still runs; the kernel itself waits before it reads what that one writes.
     pub overlap: bool,
+}
+
+impl Tuning {
+    /// See [`Tuning::cluster`].
+    pub const WHOLE_GRID: u32 = 0;
 }
 
 impl Default for Tuning {

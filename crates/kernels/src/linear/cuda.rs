@@ -295,7 +295,7 @@ const fn tiles(rows: usize) -> usize {
 }
 
 /// Bytes of a row of packed FP8 scales.
-const fn scale_stride(columns: usize) -> usize {
+pub(crate) const fn scale_stride(columns: usize) -> usize {
     columns.div_ceil(BLOCK).next_multiple_of(crate::linear_fp8::pack_cuda::SCALE_ALIGNMENT)
 }
 

@@ -29,6 +29,11 @@ pub const MOE_EXPERTS: Contract = Contract {
             sizes: &[("hidden", 96), ("intermediate", 160), ("experts", 5), ("picks", 4), ("limit", 3)],
         },
         Case {
+            name: "few rows",
+            rows: 4,
+            sizes: &[("hidden", 160), ("intermediate", 96), ("experts", 6), ("picks", 3), ("limit", 3)],
+        },
+        Case {
             name: "one expert",
             rows: 65,
             sizes: &[("hidden", 32), ("intermediate", 32), ("experts", 1), ("picks", 1), ("limit", 0)],
@@ -52,6 +57,21 @@ pub const MOE_EXPERTS: Contract = Contract {
     edits: &[
         cuda("leaves the routing weight out (CUDA)", "(g * sigmoid_own(g)) * u * weight", "(g * sigmoid_own(g)) * u"),
         cuda("forgets the clamp of the gate (CUDA)", "g = min_second(limit, bf16_round(gate))", "g = bf16_round(gate)"),
+        few(
+            "takes the first row for all, in one launch (CUDA)",
+            "lists.pair_row[rank] = row",
+            "lists.pair_row[rank] = 0",
+        ),
+        few(
+            "takes a neighbour's routing weight, in one launch (CUDA)",
+            "lists.pair_weight[rank] = weight",
+            "lists.pair_weight[rank ^ 1] = weight",
+        ),
+        few(
+            "takes the pairs' activations for the shared expert's, in one launch (CUDA)",
+            "spare_row + row - pairs",
+            "row - pairs",
+        ),
         metal_dot(
             "takes the other half's nibbles (Metal)",
             "codes[16u * block + l] >> 8u * h",
@@ -100,6 +120,11 @@ pub const MOE_EXPERTS: Contract = Contract {
 /// An edit of what this family's CUDA kernels share, which gate 1 must notice.
 const fn cuda(name: &'static str, find: &'static str, replace: &'static str) -> Control {
     Control::cuda(name, Gate::Value, include_str!("../shared/experts.cuh"), find, replace)
+}
+
+/// An edit of the CUDA kernel of few rows, which gate 1 must notice.
+const fn few(name: &'static str, find: &'static str, replace: &'static str) -> Control {
+    Control::cuda(name, Gate::Value, include_str!("few.cu"), find, replace)
 }
 
 /// An edit of this family's Metal source, which gate 1 must notice.

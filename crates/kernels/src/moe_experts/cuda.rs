@@ -3,6 +3,7 @@
 //! The chunks of columns are constants ([`UP_CHUNK`], [`DOWN_CHUNK`]), also of the shared expert; the definition of every
 //! dot product's bits is [`tf_numerics::fma16`].
 
+use super::few::Few;
 use super::pack_cuda::{BLOCK, SLAB};
 use super::{Args, Shared};
 use crate::linear::Finish;
@@ -21,7 +22,7 @@ static PROGRAM: Program = crate::gpu::program("moe_experts", None, true);
 /// Pairs that share one read of the weights: one tile of the tensor core.
 const PASS: usize = 8;
 /// Bytes of one block in a warp's ring.
-const SLOT: usize = 640;
+pub(super) const SLOT: usize = 640;
 /// Passes that one block may meet.
 const SPAN_MAX: usize = 48;
 /// Bytes of an entry of the list of passes.
@@ -35,7 +36,7 @@ const FP8_BLOCK: usize = 32;
 
 /// A tile of many rows.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Tile {
+pub(super) struct Tile {
     /// Of one expert.
     pairs: usize,
     /// That compute, a slab each; a warpgroup beside them fetches.
@@ -72,7 +73,7 @@ const TILE_SLOTS: usize = 5;
 const TILE_RING_BYTES: usize = 10 * SLOT;
 
 /// Where the parts of the working memory lie, in bytes.
-struct Room {
+pub(super) struct Room {
     active: usize,
     active_count: usize,
     starts: usize,
@@ -82,26 +83,26 @@ struct Room {
     pass_count: usize,
     pair_row: usize,
     pair_weight: usize,
-    pair_of: usize,
-    between: usize,
+    pub(super) pair_of: usize,
+    pub(super) between: usize,
     /// Inputs of both passes, one after the other in time.
     tiles: usize,
-    out: usize,
+    pub(super) out: usize,
     total: usize,
 }
 
 /// The figures of a launch.
-struct Figures {
-    rows: usize,
-    picks: usize,
-    experts: usize,
-    hidden: usize,
-    intermediate: usize,
+pub(super) struct Figures {
+    pub(super) rows: usize,
+    pub(super) picks: usize,
+    pub(super) experts: usize,
+    pub(super) hidden: usize,
+    pub(super) intermediate: usize,
     /// Pairs at most, with the gaps that tiles leave between experts.
-    pairs: usize,
+    pub(super) pairs: usize,
     /// `None`: in passes of few pairs.
-    tile: Option<Tile>,
-    limit: f32,
+    pub(super) tile: Option<Tile>,
+    pub(super) limit: f32,
 }
 
 impl Figures {
@@ -140,7 +141,8 @@ impl Figures {
             pair_row: next(pairs * 4),
             pair_weight: next(pairs * 4),
             pair_of: next(self.rows * self.picks * 4),
-            between: next(pairs * intermediate * 2),
+            // Behind the pairs' activations: those of the shared expert, where one launch makes both.
+            between: next((pairs + self.rows) * intermediate * 2),
             tiles: next(tiles),
             out: next(pairs * hidden * 2),
             total,
@@ -159,6 +161,14 @@ pub(super) fn run(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchErro
     let room = figures.room();
     let memory = queue.take_scratch("experts", room.total)?;
     let routed = Routed { args: &args, memory: &memory, room: &room, figures: &figures, chip };
+    if let Some(few) = Few::of(&figures, chip) {
+        let mut shared_out = queue.take_scratch("experts, shared out", figures.rows * figures.hidden * 4)?;
+        routed.few(queue, few, &mut shared_out)?;
+        combine(queue, args, &figures, [&memory, &shared_out], &room)?;
+        queue.keep_scratch("experts, shared out", shared_out);
+        queue.keep_scratch("experts", memory);
+        return Ok(());
+    }
     let cuts = if figures.tile.is_some() { None } else { Some(cuts(&figures, chip)?) };
     if figures.pairs > 0 {
         let pass_rows = cuts.as_ref().map_or(PASS, |[up, _]| up.staged_rows);
@@ -178,16 +188,27 @@ pub(super) fn run(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchErro
         }
     }
     let shared_out = shared_down(queue, args.weights.shared(), &figures, &activation)?;
-    let shape = ShapeBytes::new().uint(args.rows).uint(args.picks).uint(figures.pairs).uint(figures.hidden);
-    let (pairs, pair_of) = (Binding::ReadAt(&memory, room.out), Binding::ReadAt(&memory, room.pair_of));
-    let mut bindings = [pairs, pair_of, Binding::Read(&shared_out), Binding::Write(args.out)];
-    simple(queue, "experts_combine", &mut bindings, &shape, figures.rows * figures.hidden / 2)?;
+    combine(queue, args, &figures, [&memory, &shared_out], &room)?;
     queue.keep_scratch("experts, shared out", shared_out);
     queue.keep_scratch("experts, shared activation", activation);
     queue.keep_scratch("experts, shared gate", gate);
     queue.keep_scratch("experts, shared up", up);
     queue.keep_scratch("experts", memory);
     Ok(())
+}
+
+/// Adds a row's pairs up, and the shared expert's part.
+fn combine(
+    queue: &mut GpuQueue,
+    args: Args<'_>,
+    figures: &Figures,
+    [memory, shared]: [&Buffer; 2],
+    room: &Room,
+) -> Result<(), LaunchError> {
+    let shape = ShapeBytes::new().uint(args.rows).uint(args.picks).uint(figures.pairs).uint(figures.hidden);
+    let (pairs, pair_of) = (Binding::ReadAt(memory, room.out), Binding::ReadAt(memory, room.pair_of));
+    let mut bindings = [pairs, pair_of, Binding::Read(shared), Binding::Write(args.out)];
+    simple(queue, "experts_combine", &mut bindings, &shape, figures.rows * figures.hidden / 2)
 }
 
 /// The shared expert's gate and up, `[rows, intermediate]` f32, rounded to bf16, in memory of the queue.
@@ -204,21 +225,21 @@ fn shared_up(queue: &mut GpuQueue, args: &Args<'_>, figures: &Figures) -> Result
 
 /// The routed experts of a launch. The parts of the working memory are bound as read, whoever writes them: on CUDA a
 /// binding is an address.
-struct Routed<'a> {
-    args: &'a Args<'a>,
+pub(super) struct Routed<'a> {
+    pub(super) args: &'a Args<'a>,
     memory: &'a Buffer,
-    room: &'a Room,
-    figures: &'a Figures,
-    chip: Chip,
+    pub(super) room: &'a Room,
+    pub(super) figures: &'a Figures,
+    pub(super) chip: Chip,
 }
 
 impl Routed<'_> {
-    fn at(&self, offset: usize) -> Binding<'_> {
+    pub(super) fn at(&self, offset: usize) -> Binding<'_> {
         Binding::ReadAt(self.memory, offset)
     }
 
     /// Codes and scales of one pass.
-    fn weights(&self, up: bool) -> Result<[Binding<'_>; 2], LaunchError> {
+    pub(super) fn weights(&self, up: bool) -> Result<[Binding<'_>; 2], LaunchError> {
         let parts = self.args.weights.parts();
         LaunchError::check_shape("the parts of the experts' weights", parts.len(), 4)?;
         Ok(if up { [&parts[0], &parts[1]] } else { [&parts[2], &parts[3]] }.map(Binding::Read))
@@ -317,17 +338,17 @@ impl Routed<'_> {
 }
 
 /// What a pass reads and writes.
-struct Columns {
+pub(super) struct Columns {
     columns: usize,
-    slabs: usize,
+    pub(super) slabs: usize,
     out_stride: usize,
-    blocks: usize,
-    chunk_blocks: usize,
-    chunks: usize,
+    pub(super) blocks: usize,
+    pub(super) chunk_blocks: usize,
+    pub(super) chunks: usize,
 }
 
 impl Columns {
-    fn of(figures: &Figures, up: bool) -> Columns {
+    pub(super) fn of(figures: &Figures, up: bool) -> Columns {
         let Figures { hidden, intermediate, .. } = *figures;
         let (columns, chunk, slabs, out_stride) = match up {
             true => (hidden, UP_CHUNK, intermediate / 8, intermediate),

@@ -586,9 +586,9 @@ struct Wgmma<24> {
 };
 #endif
 
-// The experts' products for more rows than passes are good for: blocks take tiles in turn, each a slab for every warp of four warpgroups and up
-// to N of one expert's pairs, pairs innermost. PIECE stages of inputs come at a time; a warp copies the weights of its slab itself, RING pieces
-// ahead and into the next tile. A stage's weights are decoded while the stage before is multiplied.
+// The experts' products for more rows than passes are good for: blocks take tiles in turn, each a slab for every warp of four
+// warpgroups and up to N of one expert's pairs, pairs innermost. PIECE stages of inputs come at a time; a warp copies the weights of
+// its slab itself, RING pieces ahead and into the next tile. A stage's weights are decoded while the stage before is multiplied.
 constexpr int DEEP_SHARED = 218 << 10;
 
 template <int N, bool UP>
@@ -599,9 +599,9 @@ struct DeepRoom {
 };
 
 template <int N, bool UP>
-__device__ __forceinline__ void deep_tiles(const uint4* weights, const u32* scales, const char* x, const u32* active, const u32* active_count,
-                                           const u32* starts, const u32* counts, const u32* tile_starts, const float* pair_weight, u16* out,
-                                           const ExpertTileShape& shape) {
+__device__ __forceinline__ void deep_tiles(const uint4* weights, const u32* scales, const char* x, const u32* active,
+                                           const u32* active_count, const u32* starts, const u32* counts, const u32* tile_starts,
+                                           const float* pair_weight, u16* out, const ExpertTileShape& shape) {
 #if HAS_WGMMA
     using Room = DeepRoom<N, UP>;
     constexpr int WARPS = Room::WARPS, PIECE = Room::PIECE, RING = Room::RING, SLOTS = Room::SLOTS;
@@ -653,8 +653,8 @@ __device__ __forceinline__ void deep_tiles(const uint4* weights, const u32* scal
                     wait_at(empty + 8 * inputs.slot, inputs.parity ^ 1);
                     if (lane == 0) expect_bytes(arrived, count * bytes);
                     __syncwarp();
-                    if (lane < count)
-                        copy_bulk(base + inputs.slot * Room::INPUTS + lane * N * 128, from + (size_t)(stage + lane) * shape.atoms * 1024, bytes, arrived);
+                    const u32 to = base + inputs.slot * Room::INPUTS + lane * N * 128;
+                    if (lane < count) copy_bulk(to, from + (size_t)(stage + lane) * shape.atoms * 1024, bytes, arrived);
                     __syncwarp();
                     inputs.next();
                 }
@@ -704,7 +704,8 @@ __device__ __forceinline__ void deep_tiles(const uint4* weights, const u32* scal
     const auto take = [&](int k, u32 (&to)[16]) {
         const uint4 v = *(const uint4*)(ring + (slot * PIECE + k) * SLOT);
         const u32 word = *(const u32*)(words_of_ring + (slot * PIECE + k) * SLOT);
-        const u32 f[4] = {power_pair_of<0>(word, 126), power_pair_of<1>(word, 126), power_pair_of<2>(word, 126), power_pair_of<3>(word, 126)};
+        const u32 f[4] = {power_pair_of<0>(word, 126), power_pair_of<1>(word, 126), power_pair_of<2>(word, 126),
+                          power_pair_of<3>(word, 126)};
         const u32 four[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
         for (int i = 0; i < 4; i++) {

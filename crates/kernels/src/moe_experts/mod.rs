@@ -18,6 +18,7 @@
 pub(crate) mod contract;
 mod cpu;
 pub mod cuda;
+mod few;
 mod gpu;
 mod launch;
 mod pack;

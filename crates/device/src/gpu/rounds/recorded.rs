@@ -12,7 +12,7 @@ pub struct Cut {
     pub threads: u32,
     /// Dynamic shared memory of a block.
     pub shared_bytes: u32,
-    /// Blocks of a cluster, 1 for none.
+    /// As [`Tuning::cluster`](crate::gpu::Tuning).
     pub cluster: u32,
     /// Starts while the launch before it still runs.
     pub overlap: bool,
