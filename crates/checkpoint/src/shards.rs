@@ -229,6 +229,22 @@ impl Checkpoint {
         self.tensors.iter().map(|tensor| self.view_of(tensor))
     }
 
+    /// The bytes of one file from the first of these tensors to the end of the last, whatever lies between them. `None` where
+    /// they lie in several files, where one is missing, or without names.
+    pub fn span<'n>(&self, names: impl IntoIterator<Item = &'n str>) -> Option<&[u8]> {
+        let mut span: Option<(usize, usize, usize)> = None;
+        for name in names {
+            let tensor = &self.tensors[*self.by_name.get(name)?];
+            let (shard, start, end) = span.unwrap_or((tensor.shard, tensor.start, tensor.end));
+            if shard != tensor.shard {
+                return None;
+            }
+            span = Some((shard, start.min(tensor.start), end.max(tensor.end)));
+        }
+        let (shard, start, end) = span?;
+        Some(&self.shards[shard].bytes.get()[start..end])
+    }
+
     fn view_of<'a>(&'a self, tensor: &'a Tensor) -> View<'a> {
         let shard = &self.shards[tensor.shard];
         View {

@@ -61,7 +61,7 @@ __forceinline__ void __syncwarp(unsigned = ~0u, CUDA_SITE) { msl::tf_meet_simdgr
 template <class T> __forceinline__ const unsigned char (*cuda_show(T value, unsigned site))[16] {
     static_assert(sizeof(T) <= 16, "a lane shows at most 16 bytes");
     msl::Thread *me = msl::tf_current;
-    unsigned char (*shown)[16] = msl::tf_exchange()->side[me->parity];
+    unsigned char (*shown)[16] = me->exchange->side[me->parity];
     me->parity ^= 1;
     __builtin_memcpy(shown[me->lane], &value, sizeof(T));
     msl::tf_meet_simdgroup(site, false);

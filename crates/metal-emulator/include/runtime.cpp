@@ -204,13 +204,26 @@ extern "C" unsigned tf_meet_simdgroup(unsigned site, bool orders_memory) {
         simd_waiting[group] = 0;
         if (orders_memory) simd_epoch[group]++;
         if (request->order == 2) yield();
-    } else {
-        yield();
+        return size;
     }
+    if (request->order != 0) {
+        yield();
+        return size;
+    }
+    // Forward: its own group's lanes first, whose stacks are at hand.
+    Thread *const first = threads + group * 32, *next = me;
+    for (unsigned i = 1; i < size; i++) {
+        next = next + 1 < first + size ? next + 1 : first;
+        if (next->state == READY) {
+            request->switches++;
+            tf_current = next;
+            tf_switch(&me->stack_pointer, next->stack_pointer);
+            return size;
+        }
+    }
+    yield();
     return size;
 }
-
-extern "C" Exchange *tf_exchange() { return &exchanges[tf_current->simdgroup]; }
 
 static void fiber() {
     request->entry();
@@ -417,14 +430,11 @@ static struct sigaction previous_fault;
 static void report_fault() { fail("accesses memory outside its buffers and arrays, or writes to a read-only buffer"); }
 
 static void on_fault(int number, siginfo_t *info, void *context) {
-    const unsigned char *at = static_cast<unsigned char *>(info->si_addr);
     auto *registers = static_cast<ucontext_t *>(context)->uc_mcontext.gregs;
     // Another OS thread's fault is none of the kernel's: fibers have stacks of this library's own.
     const char *stack = reinterpret_cast<const char *>(registers[REG_RSP]);
     const bool in_fiber = request && tf_current && stack >= stacks && stack < stacks + STACK * THREADS_MAX;
-    // A misaligned vector access raises the same signal without an address.
-    const bool ours = in_fiber && ((at >= arena && at < arena + ARENA) || info->si_code == SI_KERNEL);
-    if (!ours) {
+    if (!in_fiber) {
         if (previous_fault.sa_flags & SA_SIGINFO) return previous_fault.sa_sigaction(number, info, context);
         signal(SIGSEGV, SIG_DFL);
         return;
@@ -470,6 +480,13 @@ extern "C" __attribute__((visibility("default"))) void *tf_map(uint32_t index, u
     return regions[size_t(buffers[index])].start;
 }
 
+// As tf_map, for an input that is read where the caller has it, with no guard around it. Outside the arena nothing is
+// protected, so it counts as writable.
+extern "C" __attribute__((visibility("default"))) void tf_bind(uint32_t index, const void *start, uint64_t bytes) {
+    buffers[index] = int(regions.size());
+    regions.push_back(Region{static_cast<unsigned char *>(const_cast<void *>(start)), size_t(bytes), true, false, {}});
+}
+
 // Runs the whole grid. 0, or 1 with the first error's text.
 extern "C" __attribute__((visibility("default"))) int tf_dispatch(Request *r) {
     request = r;
@@ -505,6 +522,7 @@ extern "C" __attribute__((visibility("default"))) int tf_dispatch(Request *r) {
             Thread &t = threads[i];
             t = Thread{};
             t.flat = i, t.lane = i % 32, t.simdgroup = i / 32, t.simdgroups = groups;
+            t.exchange = &exchanges[t.simdgroup];
             t.position_in_threadgroup =
                 Vector3{i % r->threads[0], i / r->threads[0] % r->threads[1], i / r->threads[0] / r->threads[1]};
             t.threadgroup_position = Vector3{g % r->grid[0], g / r->grid[0] % r->grid[1], g / r->grid[0] / r->grid[1]};

@@ -7,17 +7,19 @@ namespace msl {
 
 typedef unsigned Vector3 __attribute__((ext_vector_type(3)));
 
+// Values that the lanes of a SIMD group show each other: two sides used in turn, so that one meeting an operation is enough.
+struct Exchange {
+    alignas(64) unsigned char side[2][32][16];
+};
+
 // One fiber is one GPU thread. Positions have the Metal names.
 struct Thread {
     void *stack_pointer;
     Vector3 position_in_grid, position_in_threadgroup, threadgroup_position, threads_per_threadgroup, threadgroups, grid;
     unsigned lane, simdgroup, simdgroups, flat;
     unsigned state, site, parity;
-};
-
-// Values that the lanes of a SIMD group show each other: two sides used in turn, so that one meeting an operation is enough.
-struct Exchange {
-    alignas(64) unsigned char side[2][32][16];
+    // Of its SIMD group.
+    Exchange *exchange;
 };
 
 extern "C" {
@@ -32,7 +34,6 @@ void *tf_dynamic_memory();
 void tf_meet_threadgroup(unsigned site, unsigned kinds);
 // All lanes of the SIMD group meet here; the count of lanes that exist.
 unsigned tf_meet_simdgroup(unsigned site, bool orders_memory);
-Exchange *tf_exchange();
 // Ends the dispatch with an error when an atomic operation may not touch these bytes; `reads`: takes their value too.
 void tf_check_atomic(const void *address, unsigned bytes, bool reads);
 void tf_check_atomic_load(const void *address, unsigned bytes);

@@ -320,7 +320,7 @@ pub fn translate(source: &str, pass: Pass) -> Result<Translated, PrepassError> {
 
 /// Whether a word names a vector type.
 fn is_vector(word: &str) -> bool {
-    let scalars = ["float", "half", "char", "uchar", "short", "ushort", "int", "uint", "ulong"];
+    let scalars = ["float", "half", "bfloat", "char", "uchar", "short", "ushort", "int", "uint", "ulong"];
     word.strip_suffix(['2', '3', '4']).is_some_and(|scalar| scalars.contains(&scalar))
 }
 
@@ -328,7 +328,7 @@ fn is_vector(word: &str) -> bool {
 fn function_constant(kind: &str, name: &str, index: &str, list: &[Token<'_>]) -> Result<FunctionConstant, String> {
     let bytes = match kind {
         "bool" | "uchar" | "char" => 1,
-        "ushort" | "short" | "half" => 2,
+        "ushort" | "short" | "half" | "bfloat" => 2,
         "uint" | "int" | "float" => 4,
         other => return Err(format!("function constant {name}: the emulator has no {other}; use a scalar")),
     };

@@ -1,5 +1,6 @@
 //! What the language has beyond the kernels of today: atomics, function constants, matrices of a SIMD group, and the
-//! rounding of halves and bfloats. Each with bugs that must be found.
+//! rounding of halves and bfloats, vectors, and what a SIMD group's lanes tell each other. Each with bugs that must be
+//! found.
 
 mod common;
 
@@ -352,5 +353,199 @@ fn matrices_of_halves_and_bfloats_round_once() {
         let of_bfloats = bf16::round(sum(&|i| bf16::to_f32(bfloats[i])));
         assert_eq!(f64::from(out[8 * row + column]), half_value(of_halves));
         assert_eq!(out[64 + 8 * row + column].to_bits(), of_bfloats.to_bits());
+    }
+}
+
+const VECTORS: &str = "
+kernel void vectors(device const float4 *x [[buffer(0)]], device const uchar4 *codes [[buffer(1)]], device float *out [[buffer(2)]],
+                    uint i [[thread_position_in_grid]]) {
+    const float4 v = x[i];
+    const float2 ends = v.xw * float2(2.0f, -1.0f);
+    float3 turned = v.zyx;
+    turned.y += 1.0f;
+    const uint4 wide = uint4(codes[i].x, codes[i].y, codes[i].z, codes[i].w);
+    const half2 halves = half2(half(v.x), half(v.y)) + half2(half(1.0f));
+    const bfloat2 bfloats = bfloat2(bfloat(v.z), bfloat(v.w)) + bfloat2(bfloat(1.0f));
+    const uint packed = as_type<uint>(halves);
+    const char4 moved = as_type<char4>(as_type<uint>(codes[i]));
+    device float *to = out + 16u * i;
+    to[0] = ends.x;
+    to[1] = ends.y;
+    to[2] = turned.x;
+    to[3] = turned.y;
+    to[4] = turned.z;
+    to[5] = float(wide.x + wide.w * 256u);
+    to[6] = float(halves.x);
+    to[7] = float(halves.y);
+    to[8] = float(bfloats.x);
+    to[9] = float(bfloats.y);
+    to[10] = float(packed >> 16);
+    to[11] = float(moved.y);
+    to[12] = float4(1.0f).w + float(int3(4, 5, 6).z);
+    to[13] = float(ulong2(1ul << 40, 3ul).x >> 38);
+    to[14] = float(short2(-3, 7).x + ushort3(9).z);
+    to[15] = as_type<float>(as_type<uint>(v.w) ^ 0x80000000u);
+}
+";
+
+#[test]
+fn vectors_are_their_elements() {
+    if !ready("vectors_are_their_elements") {
+        return;
+    }
+    let program = build("vectors.metal", &source(VECTORS));
+    let mut values = Values::new(11);
+    let x = values.f32(4 * 128, 8.0);
+    let codes: Vec<u8> = (0..4 * 128).map(|_| values.word() as u8).collect();
+    let mut out = vec![0u8; 4 * 16 * 128];
+    run(&program, "vectors", &[bytes(&x), &codes], &mut out).unwrap();
+    for (i, found) in floats(&out).chunks_exact(16).enumerate() {
+        let [x, y, z, w] = [0, 1, 2, 3].map(|element| x[4 * i + element]);
+        let code = |element: usize| codes[4 * i + element];
+        let half = |value: f32| half_value(half_bits(f64::from(value)));
+        let halves = [x, y].map(|value| half_bits(half(value) + 1.0));
+        let bfloat = |value: f32| bf16::round(bf16::round(value) + 1.0);
+        let wanted = [
+            x * 2.0,
+            -w,
+            z,
+            y + 1.0,
+            x,
+            (u32::from(code(0)) + 256 * u32::from(code(3))) as f32,
+            half_value(halves[0]) as f32,
+            half_value(halves[1]) as f32,
+            bfloat(z),
+            bfloat(w),
+            f32::from(halves[1]),
+            f32::from(code(1) as i8),
+            7.0,
+            4.0,
+            6.0,
+            -w,
+        ];
+        assert_eq!(
+            found.iter().map(|value| value.to_bits()).collect::<Vec<_>>(),
+            wanted.map(f32::to_bits),
+            "thread {i}"
+        );
+    }
+}
+
+const LANES: &str = "
+kernel void lanes(device const uint *x [[buffer(0)]], device uint *out [[buffer(1)]], uint i [[thread_position_in_grid]],
+                  uint lane [[thread_index_in_simdgroup]]) {
+    const uint value = x[i];
+    device uint *to = out + 12u * i;
+    to[0] = simd_shuffle(value, ushort(31u - lane));
+    to[1] = simd_broadcast(value, ushort(7));
+    to[2] = simd_shuffle_xor(value, ushort(5));
+    to[3] = simd_shuffle_up(value, ushort(3));
+    to[4] = simd_shuffle_down(value, ushort(4));
+    to[5] = simd_sum(value);
+    to[6] = simd_min(value);
+    to[7] = simd_max(value);
+    to[8] = simd_or(value);
+    to[9] = simd_prefix_exclusive_sum(value);
+    to[10] = simd_any(value == x[i / 32u * 32u + 9u]) ? 1u : 0u;
+    to[11] = simd_all(value > 0u) ? 1u : 0u;
+}
+";
+
+#[test]
+fn operations_of_a_simd_group_have_their_documented_results() {
+    if !ready("operations_of_a_simd_group_have_their_documented_results") {
+        return;
+    }
+    let program = build("lanes.metal", &source(LANES));
+    let mut values = Values::new(12);
+    let x: Vec<u32> = (0..128).map(|i| if i == 40 { 0 } else { values.word() >> 8 | 1 }).collect();
+    let mut out = vec![0u8; 4 * 12 * 128];
+    run(&program, "lanes", &[bytes(&x)], &mut out).unwrap();
+    for (i, found) in words(&out).chunks_exact(12).enumerate() {
+        let (group, lane) = (&x[i / 32 * 32..][..32], i % 32);
+        let wanted = [
+            group[31 - lane],
+            group[7],
+            group[lane ^ 5],
+            // A lane without a source keeps its own value.
+            group[if lane < 3 { lane } else { lane - 3 }],
+            group[if lane + 4 < 32 { lane + 4 } else { lane }],
+            group.iter().sum(),
+            *group.iter().min().unwrap(),
+            *group.iter().max().unwrap(),
+            group.iter().fold(0, |all, value| all | value),
+            group[..lane].iter().sum(),
+            1,
+            u32::from(i / 32 != 1),
+        ];
+        assert_eq!(found, wanted, "thread {i}");
+    }
+}
+
+/// Exchanges values through the output, which both SIMD groups of a threadgroup write and read.
+const DEVICE: &str = "
+kernel void turn(device const uint *x [[buffer(0)]], device uint *out [[buffer(1)]], uint i [[thread_position_in_grid]],
+                 uint t [[thread_position_in_threadgroup]], uint group [[threadgroup_position_in_grid]]) {
+    out[i] = x[i];
+    threadgroup_barrier(mem_flags::mem_device);
+    const uint other = out[64u * group + 63u - t];
+    threadgroup_barrier(mem_flags::mem_device);
+    out[i] = other;
+}
+";
+
+#[test]
+fn races_on_device_memory_and_misused_memory_are_named() {
+    if !ready("races_on_device_memory_and_misused_memory_are_named") {
+        return;
+    }
+    let turned = |text: &str| {
+        let program = try_build("turn.metal", &source(text)).map_err(|error| error.to_string())?;
+        let x: Vec<u32> = (0..128).collect();
+        let mut out = vec![0u8; 4 * 128];
+        run(&program, "turn", &[bytes(&x)], &mut out)?;
+        Ok::<_, String>(words(&out))
+    };
+    assert_eq!(turned(DEVICE).unwrap(), (0..128).map(|i| i / 64 * 64 + 63 - i % 64).collect::<Vec<u32>>());
+    let first = "    threadgroup_barrier(mem_flags::mem_device);\n    const uint other";
+    let last = "    threadgroup_barrier(mem_flags::mem_device);\n    out[i] = other;";
+    for (name, from, to, wanted) in [
+        ("a dropped barrier of device memory", first, "    const uint other", "race: "),
+        (
+            "a barrier of threadgroup memory in its place",
+            first,
+            "    threadgroup_barrier(mem_flags::mem_threadgroup);\n    const uint other",
+            "race: ",
+        ),
+        (
+            "a barrier of one SIMD group in its place",
+            first,
+            "    simdgroup_barrier(mem_flags::mem_device);\n    const uint other",
+            "race: ",
+        ),
+        ("a write that a read meets", last, "    out[i] = other;", "race: "),
+        ("an output that another threadgroup reads", "64u * group + 63u - t", "127u - i", "another threadgroup"),
+        (
+            "a misaligned write",
+            "out[i] = other;",
+            "*(device uint2 *)(out + 2u * (i / 2u) + 1u) = uint2(other);",
+            "misaligned",
+        ),
+        (
+            "a misaligned short",
+            "out[i] = other;",
+            "*(device ushort *)((device uchar *)(out + i) + 1) = 1;",
+            "misaligned",
+        ),
+        (
+            "a vector that ends beyond the buffer",
+            "out[i] = other;",
+            "if (i == 127u) *(device uint4 *)(out + 128u - 2u) = uint4(other); else out[i] = other;",
+            "buffer 1",
+        ),
+    ] {
+        let error = turned(&edited(DEVICE, from, to)).expect_err(name);
+        println!("{name}: {error}");
+        assert!(error.contains(wanted), "{name}: {error}");
     }
 }

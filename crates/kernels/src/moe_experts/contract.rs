@@ -28,6 +28,17 @@ pub const MOE_EXPERTS: Contract = Contract {
             rows: 11,
             sizes: &[("hidden", 96), ("intermediate", 160), ("experts", 5), ("picks", 4), ("limit", 3)],
         },
+        // Fewer picks than experts, of which several rows choose some.
+        Case {
+            name: "few picks",
+            rows: 5,
+            sizes: &[("hidden", 160), ("intermediate", 64), ("experts", 24), ("picks", 4), ("limit", 3)],
+        },
+        Case {
+            name: CANCELLING,
+            rows: 12,
+            sizes: &[("hidden", 160), ("intermediate", 32), ("experts", 3), ("picks", 3), ("limit", 0)],
+        },
         Case {
             name: "few rows",
             rows: 4,
@@ -73,19 +84,22 @@ pub const MOE_EXPERTS: Contract = Contract {
             "row - pairs",
         ),
         metal_dot(
-            "takes the other half's nibbles (Metal)",
-            "codes[16u * block + l] >> 8u * h",
-            "codes[16u * block + l] >> 8u * (1u - h)",
+            "takes a byte's nibbles in the other order (Metal)",
+            "e2m1_value(first & 15u), odd0 = e2m1_value(first >> 4)",
+            "e2m1_value(first >> 4), odd0 = e2m1_value(first & 15u)",
         ),
         metal_dot(
-            "takes a scale twice (Metal)",
-            "const uint g0 = 4u * block + h, g1 = g0 + 2u;",
-            "const uint g0 = 4u * block + h, g1 = g0;",
+            "takes the next group's scale (Metal)",
+            "const float scale = e8m0_value(scales[g]);",
+            "const float scale = e8m0_value(scales[g ^ 1u]);",
         ),
-        metal_dot(
-            "drops the last block (Metal)",
-            "    if (128u * whole < columns) add_mxfp4<false>(even, odd, codes, scales, x, whole, columns, l, h);\n",
-            "",
+        metal_dot("drops the last block (Metal)", "if (128u * whole < columns) add_mxfp4", "if (false) add_mxfp4"),
+        Control::metal(
+            "adds the accumulators in another order (Metal)",
+            Gate::Value,
+            crate::gpu::LINEAR,
+            "    sum += simd_shuffle_xor(sum, ushort(16));\n    sum += simd_shuffle_xor(sum, ushort(4));",
+            "    sum += simd_shuffle_xor(sum, ushort(4));\n    sum += simd_shuffle_xor(sum, ushort(16));",
         ),
         metal(
             "clamps one side only (Metal)",
@@ -94,24 +108,34 @@ pub const MOE_EXPERTS: Contract = Contract {
         ),
         metal(
             "leaves the routing weight out (Metal)",
-            "if (!is_shared) value = value * weights[row * shape.picks + pick];",
-            "",
+            "bf16_round(ups[r]), shape.limit) * up.weights[pairs[r]];",
+            "bf16_round(ups[r]), shape.limit);",
         ),
         metal(
             "leaves QDQ8 out (Metal)",
-            "activations[to] = fp8_round(bf16_round(value));",
-            "activations[to] = bf16_round(value);",
+            "up.activations[to] = fp8_round(bf16_round(value));",
+            "up.activations[to] = bf16_round(value);",
         ),
-        metal("takes the first expert for all (Metal)", "experts + ulong(id) * places.stride", "experts"),
+        metal("takes the first expert's w2 for all (Metal)", "experts + place[2]", "experts + places[2]"),
         metal(
             "leaves the shared expert out (Metal)",
-            "    sum = sum + bf16_round(dot_fp8(shared2",
-            "    sum = sum + 0.0f * bf16_round(dot_fp8(shared2",
+            "bf16_round(sum + value_of(own[ulong(shape.picks) * shape.hidden]))",
+            "bf16_round(sum)",
         ),
         metal(
-            "leaves an expert's output unrounded (Metal)",
-            "sum = sum + bf16_round(product);",
-            "sum = sum + product;",
+            "cuts an expert's output to bf16 (Metal)",
+            "ushort(to_bits(bf16_round(product)) >> 16)",
+            "ushort(to_bits(product) >> 16)",
+        ),
+        metal(
+            "forgets the rows behind eight (Metal)",
+            "        pair = next_pair(picks, pairs, pair + 1u, expert, lane);",
+            "        pair = count < 8u ? next_pair(picks, pairs, pair + 1u, expert, lane) : NONE;",
+        ),
+        metal(
+            "adds the picks as they come (Metal)",
+            "if (other >= least && other < id) {",
+            "if (p == added && least < NONE) {",
         ),
     ],
     standard: STANDARD_CONTROLS,
@@ -139,6 +163,25 @@ struct Stored {
     values: reference::Expert,
 }
 
+/// Rows and columns of w1, w3 and w2.
+fn matrices(hidden: usize, intermediate: usize) -> [(usize, usize); 3] {
+    [(intermediate, hidden), (intermediate, hidden), (hidden, intermediate)]
+}
+
+impl Stored {
+    /// `sizes`: hidden and intermediate.
+    fn of(
+        codes: [Vec<u8>; 3],
+        scales: [Vec<u8>; 3],
+        sizes: (usize, usize),
+        decode: fn(&[u8], &[u8], usize) -> Vec<f64>,
+    ) -> Stored {
+        let matrices = matrices(sizes.0, sizes.1);
+        let [w1, w3, w2] = std::array::from_fn(|i| decode(&codes[i], &scales[i], matrices[i].1));
+        Stored { codes, scales, values: reference::Expert { w1, w2, w3 } }
+    }
+}
+
 struct Experts {
     hidden: usize,
     intermediate: usize,
@@ -152,29 +195,79 @@ struct Experts {
     routing: Vec<f32>,
 }
 
+/// A case whose sums are nothing but roundings, so that another order gives another value altogether: the columns of w1 and w3
+/// cancel in pairs, and the second expert takes away what the first gives.
+const CANCELLING: &str = "terms that cancel";
+
+/// Makes `world` that case.
+fn cancel(world: &mut Experts, values: &mut Values) {
+    let (hidden, groups) = (world.hidden, world.hidden / 32);
+    let order = values.distinct(hidden, hidden);
+    let pairs: Vec<(usize, usize)> = order.as_chunks().0.iter().map(|&[a, b]| (a as usize, b as usize)).collect();
+    // Of all rows alike; a pair's inputs make up for it, over many binades.
+    let exponents: Vec<i32> = (0..groups).map(|_| values.below(7) as i32 - 3).collect();
+    for row in world.x.chunks_exact_mut(hidden) {
+        for &(a, b) in &pairs {
+            row[a] *= f32::from_bits((127 + values.below(16) as u32) << 23);
+            row[b] = row[a] * 2f32.powi(exponents[a / 32] - exponents[b / 32]);
+        }
+    }
+    for stored in &mut world.routed {
+        for matrix in 0..2 {
+            for scales in stored.scales[matrix].chunks_exact_mut(groups) {
+                scales.iter_mut().zip(&exponents).for_each(|(scale, exponent)| *scale = (127 + exponent) as u8);
+            }
+            for row in stored.codes[matrix].chunks_exact_mut(hidden / 2) {
+                for &(a, b) in &pairs {
+                    let negative = (row[a / 2] >> (4 * (a % 2)) & 15) ^ 8;
+                    let shift = 4 * (b % 2);
+                    row[b / 2] = row[b / 2] & !(15 << shift) | negative << shift;
+                }
+            }
+        }
+    }
+    let sizes = (world.hidden, world.intermediate);
+    for index in 0..world.routed.len() {
+        let Stored { codes, scales, .. } = &world.routed[if index == 1 { 0 } else { index }];
+        let (mut codes, scales) = (codes.clone(), scales.clone());
+        if index == 1 {
+            codes[2].iter_mut().for_each(|byte| *byte ^= 0x88);
+        }
+        world.routed[index] = Stored::of(codes, scales, sizes, reference::dequantise);
+    }
+    for (weight, expert) in world.routing.iter_mut().zip(&world.selected) {
+        *weight = if *expert < 2 { 1.0 } else { 2f32.powi(-22) };
+    }
+    // Next to nothing.
+    let mut quiet = world.shared.scales.clone();
+    quiet.iter_mut().flatten().for_each(|scale| *scale -= 20);
+    world.shared = Stored::of(world.shared.codes.clone(), quiet, sizes, linear_fp8::reference::dequantise);
+}
+
 fn make(case: &Case, seed: u64) -> Box<dyn World> {
     let mut values = Values::new(seed);
     let (hidden, intermediate, picks) = (case.size("hidden"), case.size("intermediate"), case.size("picks"));
-    let matrices = [(intermediate, hidden), (intermediate, hidden), (hidden, intermediate)];
-    let expert_of = |codes: [Vec<u8>; 3], scales: [Vec<u8>; 3], decode: fn(&[u8], &[u8], usize) -> Vec<f64>| {
-        let [w1, w3, w2] = std::array::from_fn(|i| decode(&codes[i], &scales[i], matrices[i].1));
-        Stored { codes, scales, values: reference::Expert { w1, w2, w3 } }
-    };
+    let (sizes, matrices) = ((hidden, intermediate), matrices(hidden, intermediate));
     let routed = (0..case.size("experts"))
         .map(|_| {
             let codes = matrices.map(|(rows, columns)| values.bytes(rows * columns / 2));
             let scales = matrices.map(|(rows, columns)| values.e8m0(rows * columns / 32, -5));
-            expert_of(codes, scales, reference::dequantise)
+            Stored::of(codes, scales, sizes, reference::dequantise)
         })
         .collect();
     let codes = matrices.map(|(rows, columns)| values.e4m3(rows * columns));
     let scales = matrices.map(|(rows, columns)| values.e8m0(rows.div_ceil(32) * (columns / 32), -11));
-    let shared = expert_of(codes, scales, linear_fp8::reference::dequantise);
+    let shared = Stored::of(codes, scales, sizes, linear_fp8::reference::dequantise);
     let selected = (0..case.rows).flat_map(|_| values.distinct(picks, case.size("experts"))).collect();
     let routing = (0..case.rows * picks).map(|_| values.unit().abs() + 0.125).collect();
     let x = values.qdq8(case.rows * hidden, 2.0);
     let limit = case.size("limit") as f32;
-    Box::new(Experts { hidden, intermediate, picks, limit, rows: case.rows, x, routed, shared, selected, routing })
+    let mut world =
+        Experts { hidden, intermediate, picks, limit, rows: case.rows, x, routed, shared, selected, routing };
+    if case.name == CANCELLING {
+        cancel(&mut world, &mut values);
+    }
+    Box::new(world)
 }
 
 impl Experts {

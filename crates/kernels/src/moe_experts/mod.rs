@@ -12,7 +12,7 @@
 //!
 //! Every dot product is in the order of [`tf_numerics::sum`]'s scaled dot product, a function of its length alone. Rows
 //! are grouped by expert, so that a launch decodes an expert's weights once for all rows that picked it; the grouping
-//! changes no bit. Packed layout of an expert: codes of `w1`, `w3`, `w2` (layout B: 64 bytes hold 128 weights of an output
+//! changes no bit. Packed layout of an expert on the CPU: codes of `w1`, `w3`, `w2` (layout B: 64 bytes hold 128 weights of an output
 //! row, dword lane `l` nibble `n` is weight `16 n + l`; rows padded to 128), then their E8M0 scales.
 
 pub(crate) mod contract;
@@ -23,12 +23,13 @@ mod gpu;
 mod launch;
 mod pack;
 pub mod pack_cuda;
+mod pack_metal;
 pub mod reference;
 #[cfg(test)]
 mod tests;
 
 pub use launch::launch;
-pub use pack::{Expert, ExpertBytes, Shared, Weights};
+pub use pack::{Expert, ExpertBytes, Placed, Shared, Weights};
 
 use tf_device::Buffer;
 

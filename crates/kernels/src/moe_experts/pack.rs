@@ -1,10 +1,11 @@
-//! Checkpoint bytes -> layout B and its scales, one buffer an expert, and back.
+//! Checkpoint bytes -> layout B and its scales, one buffer an expert, and back. GPUs have layouts of their own:
+//! [`pack_cuda`], [`pack_metal`].
 
-use super::{COLUMNS_MAX, pack_cuda};
+use super::{COLUMNS_MAX, pack_cuda, pack_metal};
 use crate::linear_fp8;
 use crate::pack::{PackError, check_length, check_multiple, check_scales};
 use tf_device::gpu::Backend;
-use tf_device::{Buffer, Device, LaunchError, Queue};
+use tf_device::{Buffer, Device, HostBytes, LaunchError, Queue};
 
 /// Weights that share one scale, along a row.
 pub(crate) const GROUP: usize = 32;
@@ -42,9 +43,11 @@ pub struct Expert {
 #[derive(Debug)]
 enum Held {
     Cpu(Buffer),
-    /// Packed for a GPU and still on the host: Metal has one part, in the CPU's layout; CUDA the codes and scales of
-    /// [`pack_cuda`], up and down. [`Weights::new`] takes them to the device.
+    /// Packed for a GPU and still on the host: Metal has one part, the tensors as the checkpoint stores them; CUDA the codes
+    /// and scales of [`pack_cuda`], up and down. [`Weights::new`] takes them to the device.
     Parts(Vec<Vec<u8>>),
+    /// Where the checkpoint keeps them, for Metal.
+    InPlace,
 }
 
 /// The shared expert: three FP8 linears.
@@ -58,12 +61,42 @@ pub struct Shared {
     pub w2: linear_fp8::Weights,
 }
 
+/// Experts of one layer where the checkpoint keeps them.
+#[derive(Debug)]
+pub struct Placed {
+    count: usize,
+    hidden: usize,
+    intermediate: usize,
+    parts: [Buffer; 2],
+}
+
+impl Placed {
+    /// `span` holds the bytes of all `experts`. `None` where the device has a layout of its own or needs a copy, or where a
+    /// tensor lies elsewhere: then they are to be packed.
+    ///
+    /// # Errors
+    /// As [`Expert::pack`].
+    pub fn find(
+        device: &Device,
+        span: &HostBytes<'_>,
+        experts: &[ExpertBytes<'_>],
+        hidden: usize,
+        intermediate: usize,
+    ) -> Result<Option<Placed>, PackError> {
+        if device.backend() != Some(Backend::Metal) {
+            return Ok(None);
+        }
+        let parts = pack_metal::in_place(device, span, experts, hidden, intermediate)?;
+        Ok(parts.map(|parts| Placed { count: experts.len(), hidden, intermediate, parts }))
+    }
+}
+
 /// The experts of one layer, all of one shape.
 #[derive(Debug)]
 pub struct Weights {
     experts: Vec<Expert>,
     shared: Shared,
-    /// On a GPU: each part of all experts, one expert after the other.
+    /// On a GPU: each part of all experts, one expert after the other. Metal's last part is the table of [`pack_metal`].
     parts: Vec<Buffer>,
 }
 
@@ -87,6 +120,18 @@ impl Weights {
         }
         let parts = gather_parts(&mut experts, &shared.w1.buffers().0.device())?;
         Ok(Weights { experts, shared, parts })
+    }
+
+    /// Experts that stay where the checkpoint keeps them.
+    ///
+    /// # Errors
+    /// As [`Weights::new`].
+    pub fn in_place(placed: Placed, shared: Shared) -> Result<Weights, LaunchError> {
+        let Placed { count, hidden, intermediate, parts } = placed;
+        let expert = |_| Expert { hidden, intermediate, held: Held::InPlace };
+        let mut weights = Weights::new((0..count).map(expert).collect(), shared)?;
+        weights.parts = parts.into();
+        Ok(weights)
     }
 
     /// `count` experts whose packed bytes are already on a CUDA device, as [`pack_cuda`] lays them out: up codes, up scales,
@@ -124,6 +169,10 @@ impl Weights {
         };
         let mut weights = Weights::new(distinct, shared)?;
         let mut queue = Queue::gpu(gpu);
+        let (hidden, intermediate) = (weights.hidden(), weights.intermediate());
+        if device.backend() == Some(Backend::Metal) {
+            weights.parts.pop();
+        }
         for part in &mut weights.parts {
             let bytes = part.len_bytes() / kinds;
             let mut all = Buffer::zeroed(&device, bytes * count)?;
@@ -132,7 +181,9 @@ impl Weights {
             }
             *part = all;
         }
-        let (hidden, intermediate) = (weights.hidden(), weights.intermediate());
+        if device.backend() == Some(Backend::Metal) {
+            weights.parts.push(pack_metal::places_of(&device, count, hidden, intermediate)?);
+        }
         weights.experts.clear();
         weights.experts.extend((0..count).map(|_| Expert { hidden, intermediate, held: Held::Parts(Vec::new()) }));
         Ok(weights)
@@ -171,7 +222,8 @@ impl Weights {
 
     /// Bytes held on the device.
     pub fn bytes(&self) -> usize {
-        let parts = self.parts.iter().map(Buffer::len_bytes).sum::<usize>();
+        let is_mapped = |part: &&Buffer| matches!(part, Buffer::Gpu(buffer) if buffer.is_mapped());
+        let parts = self.parts.iter().filter(|part| !is_mapped(part)).map(Buffer::len_bytes).sum::<usize>();
         self.experts.iter().map(Expert::bytes).sum::<usize>() + parts + self.shared.bytes()
     }
 
@@ -219,22 +271,17 @@ impl Expert {
         hidden: usize,
         intermediate: usize,
     ) -> Result<Expert, PackError> {
-        check_multiple("the hidden size", hidden, GROUP)?;
-        check_multiple("the expert's intermediate size", intermediate, GROUP)?;
-        LaunchError::check_limit("the hidden size", hidden, COLUMNS_MAX)?;
-        LaunchError::check_limit("the expert's intermediate size", intermediate, COLUMNS_MAX)?;
+        check_sizes(hidden, intermediate)?;
         if device.backend() == Some(Backend::Cuda) {
             let (up, down) = pack_cuda::pack(bytes, hidden, intermediate)?;
             let parts = vec![up.codes, up.scales, down.codes, down.scales];
             return Ok(Expert { hidden, intermediate, held: Held::Parts(parts) });
         }
-        let total = Expert::bytes_for(hidden, intermediate);
-        if device.backend().is_some() {
-            let mut packed = vec![0; total];
-            pack_matrices(&mut packed, bytes, hidden, intermediate)?;
-            return Ok(Expert { hidden, intermediate, held: Held::Parts(vec![packed]) });
+        if device.backend() == Some(Backend::Metal) {
+            let parts = vec![pack_metal::gather(bytes, hidden, intermediate)?];
+            return Ok(Expert { hidden, intermediate, held: Held::Parts(parts) });
         }
-        let mut buffer = Buffer::zeroed(device, total)?;
+        let mut buffer = Buffer::zeroed(device, Expert::bytes_for(hidden, intermediate))?;
         pack_matrices(buffer.u8_mut(), bytes, hidden, intermediate)?;
         Ok(Expert { hidden, intermediate, held: Held::Cpu(buffer) })
     }
@@ -244,6 +291,7 @@ impl Expert {
         let held = match &self.held {
             Held::Cpu(buffer) => Held::Cpu(buffer.duplicate()?),
             Held::Parts(parts) => Held::Parts(parts.clone()),
+            Held::InPlace => Held::InPlace,
         };
         Ok(Expert { hidden: self.hidden, intermediate: self.intermediate, held })
     }
@@ -267,11 +315,12 @@ impl Expert {
         self.intermediate
     }
 
-    /// Bytes held: on the CPU, or on the host until [`Weights::new`] takes them to a GPU.
+    /// Bytes held: on the CPU, in the checkpoint, or on the host until [`Weights::new`] takes them to a GPU.
     pub fn bytes(&self) -> usize {
         match &self.held {
             Held::Cpu(buffer) => buffer.len_bytes(),
             Held::Parts(parts) => parts.iter().map(Vec::len).sum(),
+            Held::InPlace => pack_metal::expert_bytes(self.hidden, self.intermediate),
         }
     }
 
@@ -296,7 +345,7 @@ impl Expert {
         let layout = Layout::of(self.hidden, self.intermediate);
         let packed = match &self.held {
             Held::Cpu(buffer) => buffer.u8(),
-            Held::Parts(_) => panic!("an expert packed for a GPU has no matrix on the host"),
+            Held::Parts(_) | Held::InPlace => panic!("an expert of a GPU has no matrix in the CPU's layout"),
         };
         Matrix {
             columns,
@@ -307,6 +356,45 @@ impl Expert {
     }
 }
 
+/// A matrix of an expert as stored, with the names of weight and scale, and its shape.
+struct StoredMatrix<'a> {
+    names: [&'static str; 2],
+    weight: &'a [u8],
+    scale: &'a [u8],
+    rows: usize,
+    columns: usize,
+}
+
+/// w1, w3 and w2, each of its shape's length and with scales that are numbers.
+fn matrices(bytes: ExpertBytes<'_>, hidden: usize, intermediate: usize) -> Result<[StoredMatrix<'_>; 3], PackError> {
+    let of = |names, weight, scale, rows, columns| StoredMatrix { names, weight, scale, rows, columns };
+    let matrices = [
+        of(["w1", "the scale of w1"], bytes.w1, bytes.w1_scale, intermediate, hidden),
+        of(["w3", "the scale of w3"], bytes.w3, bytes.w3_scale, intermediate, hidden),
+        of(["w2", "the scale of w2"], bytes.w2, bytes.w2_scale, hidden, intermediate),
+    ];
+    for StoredMatrix { names, weight, scale, rows, columns } in &matrices {
+        check_length(names[0], weight, rows * columns / 2, *rows, columns / 2)?;
+        check_length(names[1], scale, rows * columns / GROUP, *rows, columns / GROUP)?;
+        check_scales(scale, columns / GROUP)?;
+    }
+    Ok(matrices)
+}
+
+/// Refuses an expert that [`Expert::pack`] would refuse.
+pub(super) fn check_tensors(bytes: ExpertBytes<'_>, hidden: usize, intermediate: usize) -> Result<(), PackError> {
+    check_sizes(hidden, intermediate)?;
+    matrices(bytes, hidden, intermediate).map(|_| ())
+}
+
+fn check_sizes(hidden: usize, intermediate: usize) -> Result<(), PackError> {
+    check_multiple("the hidden size", hidden, GROUP)?;
+    check_multiple("the expert's intermediate size", intermediate, GROUP)?;
+    LaunchError::check_limit("the hidden size", hidden, COLUMNS_MAX)?;
+    LaunchError::check_limit("the expert's intermediate size", intermediate, COLUMNS_MAX)?;
+    Ok(())
+}
+
 /// Writes the three matrices into `packed`, which is zero and holds [`Expert::bytes_for`] bytes.
 fn pack_matrices(
     packed: &mut [u8],
@@ -314,16 +402,9 @@ fn pack_matrices(
     hidden: usize,
     intermediate: usize,
 ) -> Result<(), PackError> {
-    let matrices = [
-        ("w1", bytes.w1, "the scale of w1", bytes.w1_scale, intermediate, hidden),
-        ("w3", bytes.w3, "the scale of w3", bytes.w3_scale, intermediate, hidden),
-        ("w2", bytes.w2, "the scale of w2", bytes.w2_scale, hidden, intermediate),
-    ];
     let layout = Layout::of(hidden, intermediate);
-    for (index, (name, weight, scale_name, scale, rows, columns)) in matrices.into_iter().enumerate() {
-        check_length(name, weight, rows * columns / 2, rows, columns / 2)?;
-        check_length(scale_name, scale, rows * columns / GROUP, rows, columns / GROUP)?;
-        check_scales(scale, columns / GROUP)?;
+    for (index, matrix) in matrices(bytes, hidden, intermediate)?.into_iter().enumerate() {
+        let StoredMatrix { weight, scale, rows, columns, .. } = matrix;
         let codes = &mut packed[layout.codes[index]..][..rows * code_stride(columns)];
         for (packed, row) in codes.chunks_exact_mut(code_stride(columns)).zip(weight.chunks_exact(columns / 2)) {
             pack_row(packed, row);
@@ -347,6 +428,10 @@ fn gather_parts(experts: &mut [Expert], device: &Device) -> Result<Vec<Buffer>, 
             LaunchError::check_shape("the bytes of an expert's part", part.len(), *length)?;
             buffer.write(index * length, &part)?;
         }
+    }
+    if device.backend() == Some(Backend::Metal) {
+        let (hidden, intermediate) = (experts[0].hidden, experts[0].intermediate);
+        buffers.push(pack_metal::places_of(device, experts.len(), hidden, intermediate)?);
     }
     Ok(buffers)
 }

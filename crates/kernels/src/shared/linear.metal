@@ -1,7 +1,7 @@
 // Dot products of one weight row by all lanes of a SIMD group, in the order of tf_numerics::sum's scaled dot product: lane
-// 16 h + l holds lane l of the accumulators h and 2 + h. Columns are padded with zeros and scale 1 to a multiple of 128; blocks
-// of 128 that are whole (WHOLE) need no look at the end. ROWS rows of x, `step` floats apart, share each decoded weight and
-// keep sums of their own, so that a row's bits don't depend on how many there are.
+// 16 h + l holds lane l of the accumulators h and 2 + h, unless a function says otherwise. Columns are padded with zeros and
+// scale 1 to a multiple of 128; blocks of 128 that are whole (WHOLE) need no look at the end. ROWS rows of x, `step` floats
+// apart, share each decoded weight and keep sums of their own, so that a row's bits don't depend on how many there are.
 #include "prelude.metal"
 
 template <bool WHOLE> inline float input(device const float *x, uint c, uint columns) {
@@ -15,24 +15,55 @@ inline float add_group(float acc, float w0, float w1, device const float *x, uin
     return fma(fma(w1, input<WHOLE>(x, c + 16u, columns), p), scale, acc);
 }
 
-// codes: layout B, 16 dwords for 128 columns: dword l, nibble n is column 16 n + l. scales: E8M0, one for 32 columns.
-template <bool WHOLE>
-inline void add_mxfp4(thread float &even, thread float &odd, device const uint *codes, device const uchar *scales,
-                      device const float *x, uint block, uint columns, uint l, uint h) {
-    const uint groups = (columns + 31u) / 32u, dword = codes[16u * block + l] >> 8u * h;
-    const uint g0 = 4u * block + h, g1 = g0 + 2u;
-    const float s0 = WHOLE || g0 < groups ? e8m0_value(scales[g0]) : 1.0f;
-    const float s1 = WHOLE || g1 < groups ? e8m0_value(scales[g1]) : 1.0f;
-    even = add_group<WHOLE>(even, e2m1_value(dword & 15u), e2m1_value(dword >> 4 & 15u), x, 32u * g0 + l, columns, s0);
-    odd = add_group<WHOLE>(odd, e2m1_value(dword >> 16 & 15u), e2m1_value(dword >> 20 & 15u), x, 32u * g1 + l, columns, s1);
+// What fold_four does, for lanes that hold two neighbours: lane 8 q + j has lanes 2 j and 2 j + 1 of accumulator q.
+inline float fold_pairs(float even, float odd, uint lane) {
+    // An exchange adds two accumulators: of the even lane where bit 3 is clear, of the odd one elsewhere.
+    const bool upper = (lane & 8u) != 0u;
+    const float given = simd_shuffle_xor(upper ? even : odd, ushort(8));
+    float sum = (upper ? odd : even) + given;
+    sum += simd_shuffle_xor(sum, ushort(16));
+    sum += simd_shuffle_xor(sum, ushort(4));
+    sum += simd_shuffle_xor(sum, ushort(2));
+    sum += simd_shuffle_xor(sum, ushort(1));
+    return sum + simd_shuffle_xor(sum, ushort(8));
 }
 
-inline float dot_mxfp4(device const uint *codes, device const uchar *scales, device const float *x, uint columns, uint lane) {
-    const uint l = lane % 16u, h = lane / 16u, whole = columns / 128u;
-    float even = 0.0f, odd = 0.0f;
-    for (uint block = 0u; block < whole; block++) add_mxfp4<true>(even, odd, codes, scales, x, block, columns, l, h);
-    if (128u * whole < columns) add_mxfp4<false>(even, odd, codes, scales, x, whole, columns, l, h);
-    return fold_four(even, odd);
+// codes: FP4 as the release stores it, byte k columns 2 k (low) and 2 k + 1. scales: E8M0, one for 32 columns, of which there
+// are whole ones. rows: where each row of x starts, an even number. acc: the even lanes' sums, then the odd ones'.
+template <uint ROWS, bool WHOLE>
+inline void add_mxfp4(thread float *acc, device const uchar *codes, device const uchar *scales, device const float *x,
+                      const thread uint *rows, uint block, uint columns, uint lane) {
+    const uint g = 4u * block + lane / 8u, j = lane % 8u;
+    if (!WHOLE && 32u * g >= columns) {
+        // Zeros of scale 1.
+#pragma unroll
+        for (uint i = 0u; i < 2u * ROWS; i++) acc[i] = acc[i] + 0.0f;
+        return;
+    }
+    const uint first = codes[16u * g + j], second = codes[16u * g + 8u + j];
+    const float even0 = e2m1_value(first & 15u), odd0 = e2m1_value(first >> 4);
+    const float even1 = e2m1_value(second & 15u), odd1 = e2m1_value(second >> 4);
+    const float scale = e8m0_value(scales[g]);
+#pragma unroll
+    for (uint r = 0u; r < ROWS; r++) {
+        device const float2 *in = (device const float2 *)(x + rows[r]) + 16u * g + j;
+        const float2 a = in[0], b = in[8];
+        acc[r] = fma(fma(even1, b.x, even0 * a.x), scale, acc[r]);
+        acc[ROWS + r] = fma(fma(odd1, b.y, odd0 * a.y), scale, acc[ROWS + r]);
+    }
+}
+
+template <uint ROWS>
+inline void dots_mxfp4(thread float *sums, device const uchar *codes, device const uchar *scales, device const float *x,
+                       const thread uint *rows, uint columns, uint lane) {
+    const uint whole = columns / 128u;
+    float acc[2u * ROWS];
+#pragma unroll
+    for (uint i = 0u; i < 2u * ROWS; i++) acc[i] = 0.0f;
+    for (uint block = 0u; block < whole; block++) add_mxfp4<ROWS, true>(acc, codes, scales, x, rows, block, columns, lane);
+    if (128u * whole < columns) add_mxfp4<ROWS, false>(acc, codes, scales, x, rows, whole, columns, lane);
+#pragma unroll
+    for (uint r = 0u; r < ROWS; r++) sums[r] = fold_pairs(acc[r], acc[ROWS + r], lane);
 }
 
 // codes: E4M3, `columns` bytes. scales: E8M0 of the row's block row, one for 32 columns. acc: the even sums, then the odd ones.
@@ -65,12 +96,6 @@ inline void dots_fp8(thread float *sums, device const uchar *codes, device const
     if (128u * whole < columns) add_fp8<ROWS, false>(acc, codes, scales, x, step, whole, columns, l, h);
 #pragma unroll
     for (uint r = 0u; r < ROWS; r++) sums[r] = fold_four(acc[r], acc[ROWS + r]);
-}
-
-inline float dot_fp8(device const uchar *codes, device const uchar *scales, device const float *x, uint columns, uint lane) {
-    float sum[1];
-    dots_fp8<1u>(sum, codes, scales, x, 0ul, columns, lane);
-    return sum[0];
 }
 
 inline float value_of(ushort bits) { return from_bits(uint(bits) << 16); }

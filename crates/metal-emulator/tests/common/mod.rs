@@ -1,22 +1,12 @@
 //! Building and launching for the tests of this crate.
 #![allow(dead_code)]
 
-use std::path::Path;
-use tf_metal_emulator::{Argument, BuildError, COMPILER, INSTALL, Launch, Program, RunError, compiler_found};
+mod ready;
 
-/// Whether kernels can be built. Without the compiler a test skips, with its reason; in CI it fails.
-pub fn ready(test: &str) -> bool {
-    if !cfg!(all(target_arch = "x86_64", target_os = "linux")) {
-        eprintln!("SKIPPED 1 test: {test}: the emulator runs on x86-64 Linux only");
-        return false;
-    }
-    if compiler_found() {
-        return true;
-    }
-    assert!(std::env::var("CI").as_deref() != Ok("true"), "{COMPILER} is missing; {INSTALL}");
-    eprintln!("SKIPPED 1 test: {test}: {COMPILER} is missing; {INSTALL}");
-    false
-}
+pub use ready::ready;
+
+use std::path::Path;
+use tf_metal_emulator::{Argument, BuildError, Launch, Program, RunError};
 
 /// Builds a source with the shared texts that kernels include.
 pub fn try_build(name: &str, source: &str) -> Result<Program, BuildError> {

@@ -463,27 +463,39 @@ impl Loader<'_> {
 
     fn experts(&self, prefix: &str, count: usize) -> Result<moe_experts::Weights, LoadError> {
         let (hidden, inner) = (self.shape.hidden_size, self.shape.moe_intermediate_size);
-        let mut experts = Vec::with_capacity(count);
+        let failed = |source| LoadError::Device { tensor: format!("{prefix}ffn.experts"), source };
+        let shared = |name: &str| self.linear_fp8(&format!("{prefix}ffn.shared_experts.{name}"));
+        let shared = moe_experts::Shared { w1: shared("w1")?, w3: shared("w3")?, w2: shared("w2")? };
+        let mut stored = Vec::with_capacity(count);
         for expert in 0..count {
             let stem = format!("{prefix}ffn.experts.{expert}");
             let weight = |name: &str| self.view(&format!("{stem}.{name}.weight"));
             let scale = |name: &str| self.scale(&format!("{stem}.{name}.scale"));
             let (w1, w2, w3) = (weight("w1"), weight("w2"), weight("w3"));
+            let (w1_scale, w2_scale, w3_scale) = (scale("w1")?, scale("w2")?, scale("w3")?);
             let bytes = moe_experts::ExpertBytes {
                 w1: w1.bytes,
-                w1_scale: scale("w1")?.bytes,
+                w1_scale: w1_scale.bytes,
                 w3: w3.bytes,
-                w3_scale: scale("w3")?.bytes,
+                w3_scale: w3_scale.bytes,
                 w2: w2.bytes,
-                w2_scale: scale("w2")?.bytes,
+                w2_scale: w2_scale.bytes,
             };
-            let packed = moe_experts::Expert::pack(self.device, bytes, hidden, inner);
-            experts.push(packed.map_err(|source| refused(&w1, source))?);
+            stored.push(([w1, w1_scale, w2, w2_scale, w3, w3_scale], bytes));
         }
-        let shared = |name: &str| self.linear_fp8(&format!("{prefix}ffn.shared_experts.{name}"));
-        let shared = moe_experts::Shared { w1: shared("w1")?, w3: shared("w3")?, w2: shared("w2")? };
-        let failed = |source| LoadError::Device { tensor: format!("{prefix}ffn.experts"), source };
-        moe_experts::Weights::new(experts, shared).map_err(failed)
+        // A device that reads the file's layout takes a layer's experts where they are, if one file holds them all.
+        let names = || stored.iter().flat_map(|(views, _)| views.iter().map(|view| view.name));
+        let span = HostBytes::kept(self.checkpoint, |checkpoint| checkpoint.span(names()).unwrap_or(&[]));
+        let bytes: Vec<moe_experts::ExpertBytes<'_>> = stored.iter().map(|(_, bytes)| *bytes).collect();
+        let placed = moe_experts::Placed::find(self.device, &span, &bytes, hidden, inner);
+        if let Some(placed) = placed.map_err(|source| refused(&stored[0].0[0], source))? {
+            return moe_experts::Weights::in_place(placed, shared).map_err(failed);
+        }
+        let experts = stored.into_iter().map(|(views, bytes)| {
+            let packed = moe_experts::Expert::pack(self.device, bytes, hidden, inner);
+            packed.map_err(|source| refused(&views[0], source))
+        });
+        moe_experts::Weights::new(experts.collect::<Result<_, _>>()?, shared).map_err(failed)
     }
 
     fn draft(&self, blocks: Vec<Layer>) -> Result<Draft, LoadError> {
