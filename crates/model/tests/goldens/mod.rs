@@ -267,16 +267,14 @@ fn whole_runs_are_as_near_to_float32_as_the_release() {
     }
 }
 
-/// Until a float32 sum first falls on the other side of a rounding, a run is the reference's run.
-const EQUAL_ROWS: usize = 19;
-
+/// Until a sum first falls on the other side of a rounding, a run is the reference's run.
 #[test]
 fn a_run_follows_the_float64_reference_until_a_rounding_flips() {
     if !crate::is_ready() {
         return;
     }
     let exact = reference(Numerics::Release);
-    let ids = &sequence("len64")[..EQUAL_ROWS];
+    let ids = &sequence("len64")[..crate::EQUAL_ROWS];
     let mut state = exact.start();
     let expected = exact.forward(&mut state, ids, &mut Record::off()).logits;
     let mut model = model();
