@@ -52,6 +52,7 @@ pub const DRAFT_HEAD: Contract = Contract {
             "const uint first = simd_min(best == largest && largest > 0x007fffffu ? token : 0xffffffffu);",
             "const uint first = simd_max(best == largest && largest > 0x007fffffu ? token : 0u);",
         ),
+        metal("ties within a lane go to the larger id (Metal)", "if (key > best) {", "if (key >= best) {"),
         metal(
             "takes the hidden row of the first step (Metal)",
             "hidden_rows + ulong(sequence * shape.block + shape.step)",
@@ -82,8 +83,9 @@ struct Heads {
     greedy: Vec<bool>,
 }
 
-/// Two tokens whose rows of the head are equal, the larger id drawn up as the smaller: a tie wherever they lead.
-const TWINS: [usize; 2] = [21, 50];
+/// Tokens whose rows of the head are equal, the larger ids drawn up as the smallest: a tie wherever they lead, between lanes
+/// and, 32 apart, within one.
+const TWINS: [usize; 3] = [21, 50, 53];
 
 fn make(case: &Case, seed: u64) -> Box<dyn World> {
     let mut values = Values::new(seed);
@@ -104,7 +106,7 @@ fn make(case: &Case, seed: u64) -> Box<dyn World> {
         greedy: (0..case.rows).map(|row| row % 3 != 2).collect(),
     };
     let twin: Vec<u16> = heads.head[TWINS[0] * rank..][..rank].to_vec();
-    heads.head[TWINS[1] * rank..][..rank].copy_from_slice(&twin);
+    TWINS[1..].iter().for_each(|id| heads.head[id * rank..][..rank].copy_from_slice(&twin));
     for row in 0..case.rows {
         // Sequences in which two tokens lie within a kernel's error of each other are drawn again.
         for _ in 0..1000 {
@@ -112,7 +114,7 @@ fn make(case: &Case, seed: u64) -> Box<dyn World> {
             heads.base.extend(values.floats(block * vocabulary, 3.0));
             let own = &mut heads.base[row * block * vocabulary..];
             for step in own.chunks_mut(vocabulary) {
-                step[TWINS[1]] = step[TWINS[0]];
+                TWINS[1..].iter().for_each(|twin| step[*twin] = step[TWINS[0]]);
                 if row % 4 == 0 {
                     TWINS.iter().for_each(|twin| step[*twin] = 20.0);
                 }

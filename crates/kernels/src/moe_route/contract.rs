@@ -27,6 +27,11 @@ pub const MOE_ROUTE: Contract = Contract {
     edits: &[
         metal("ties go to the larger id (Metal)", "id = simd_min(id);", "id = simd_max(id == 0xffffffffu ? 0u : id);"),
         metal(
+            "ties within a lane go to the larger id (Metal)",
+            "if (keys[s - 1u] == best) id",
+            "if (keys[s - 1u] == best && id == 0xffffffffu) id",
+        ),
+        metal(
             "adds the bias to the weight (Metal)",
             "weights[place] = scores[s] /",
             "weights[place] = (scores[s] + bias[32u * s + lane]) /",
@@ -70,6 +75,8 @@ struct Router {
     image: Vec<bool>,
 }
 
+const LANES: usize = 32;
+
 fn make(case: &Case, seed: u64) -> Box<dyn World> {
     let mut values = Values::new(seed);
     let (experts, top_k) = (case.size("experts"), case.size("top_k"));
@@ -77,7 +84,11 @@ fn make(case: &Case, seed: u64) -> Box<dyn World> {
     let grid = |values: &mut Values, count: usize, step: f32, most: usize| -> Vec<f32> {
         (0..count).map(|_| (values.below(most) as f32 - most as f32 / 2.0) * step).collect()
     };
-    let (bias, bias_image) = (grid(&mut values, experts, 0.0625, 6), grid(&mut values, experts, 0.0625, 6));
+    let (mut bias, mut bias_image) = (grid(&mut values, experts, 0.0625, 6), grid(&mut values, experts, 0.0625, 6));
+    // Experts 32 apart share a lane of a GPU: in every third row they tie.
+    let repeat = |values: &mut [f32]| (LANES..values.len()).for_each(|id| values[id] = values[id - LANES]);
+    repeat(&mut bias);
+    repeat(&mut bias_image);
     let image: Vec<bool> = (0..case.rows).map(|row| row % 4 == 1).collect();
     let mut router = Router { experts, top_k, logits: Vec::new(), bias, bias_image, image };
     for row in 0..case.rows {
@@ -85,6 +96,9 @@ fn make(case: &Case, seed: u64) -> Box<dyn World> {
         for _ in 0..1000 {
             router.logits.truncate(row * experts);
             router.logits.extend(grid(&mut values, experts, 0.25, 40));
+            if row % 3 == 2 {
+                repeat(&mut router.logits[row * experts..]);
+            }
             if top_k == experts && row % 2 == 1 {
                 // Scores so small that what keeps their sum from zero is seen; the choice is none.
                 router.logits[row * experts..].iter_mut().for_each(|logit| *logit -= 60.0);

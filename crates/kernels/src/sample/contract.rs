@@ -67,6 +67,11 @@ pub const SAMPLE: Contract = Contract {
             "own[id] = row[id];",
         ),
         metal(
+            "drops the barrier behind the penalties (Metal)",
+            "        values[id] = value;\n    }\n    threadgroup_barrier(mem_flags::mem_device);\n",
+            "        values[id] = value;\n    }\n",
+        ),
+        metal(
             "takes the mask's next bit (Metal)",
             "(word >> (id & 31u) & 1u) == 0u",
             "(word >> ((id + 1u) & 31u) & 1u) == 0u",
@@ -91,9 +96,11 @@ const fn metal(name: &'static str, find: &'static str, replace: &'static str) ->
 }
 
 /// How a row draws, by its index.
-const KINDS: usize = 11;
+const KINDS: usize = 12;
 const TOP: u32 = 3;
 const BIAS: &[(u32, f32)] = &[(3, 2.5), (7, -4.0)];
+/// Of tokens that the penalties meet as well: every step changes what the step before it left, in other threads.
+const BIAS_OF_SEEN: &[(u32, f32)] = &[(5, 2.5), (11, -4.0)];
 const PROMPT: &[u32] = &[2, 5, 9, 11];
 const REPLY: &[u32] = &[5, 8, 8, 20];
 
@@ -112,12 +119,19 @@ fn settings_of(kind: usize, seed: u64) -> Settings<'static> {
         2 => Settings { top_k: 4, ..plain },
         3 => Settings { top_p: 0.5, temperature: 1.3, ..plain },
         4 => Settings { min_p: 0.4, temperature: 1.5, ..plain },
-        5 => Settings { frequency_penalty: 0.5, presence_penalty: 0.25, repetition_penalty: 1.2, ..plain },
+        5 => Settings { frequency_penalty: 0.5, presence_penalty: 2.0, repetition_penalty: 1.2, ..plain },
         6 => Settings { logit_bias: BIAS, ..plain },
         7 => Settings { top_k: 30, top_p: 0.6, ..plain },
         8 => Settings { top_k: 40, min_p: 0.4, temperature: 1.5, ..plain },
         9 => Settings { top_p: 0.97, min_p: 0.4, temperature: 1.5, ..plain },
-        _ => Settings { temperature: 1.5, ..plain },
+        10 => Settings { temperature: 1.5, ..plain },
+        _ => Settings {
+            logit_bias: BIAS_OF_SEEN,
+            frequency_penalty: 0.5,
+            presence_penalty: 2.0,
+            repetition_penalty: 1.2,
+            ..plain
+        },
     }
 }
 
@@ -132,7 +146,7 @@ fn make(case: &Case, seed: u64) -> Box<dyn World> {
             rows.logits.truncate(row * vocabulary);
             rows.seeds.truncate(row);
             rows.logits.extend((0..vocabulary).map(|_| values.unit() * values.unit() * 6.0));
-            if row % KINDS == 5 {
+            if matches!(row % KINDS, 5 | 11) {
                 // Penalised tokens lead, so that penalties decide.
                 let own = &mut rows.logits[row * vocabulary..];
                 PROMPT.iter().chain(REPLY).for_each(|id| own[*id as usize] += 5.0);
@@ -158,7 +172,7 @@ impl Rows {
     }
 
     fn is_masked(row: usize) -> bool {
-        row % KINDS == 7 || row % KINDS == 1
+        matches!(row % KINDS, 1 | 7 | 11)
     }
 
     /// The row's values after bias, penalties and mask.
