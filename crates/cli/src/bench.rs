@@ -84,9 +84,7 @@ fn foreign(arguments: &Arguments, subcommand: &str) -> Vec<String> {
 /// Writes the record, prints it with `picture` below, and fails where a check fails.
 fn show(arguments: &Arguments, format: Format, record: &Record, picture: &str) -> Result<(), Failure> {
     if let Some(file) = arguments.text("output") {
-        let partial = format!("{file}.partial");
-        std::fs::write(&partial, record.print(Format::Json))
-            .and_then(|()| std::fs::rename(&partial, file))
+        crate::output::write(Path::new(file), record.print(Format::Json).as_bytes())
             .map_err(|error| Failure::run_time(format!("{file} can't be written: {error}")))?;
     }
     print(&record.print(format))?;

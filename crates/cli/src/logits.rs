@@ -444,10 +444,7 @@ fn write(file: &Path, ids: &[u32], logits: &[f32], vocab: usize, drafts: Option<
         })
         .collect::<Result<Vec<_>, _>>()?;
     let bytes = safetensors::serialize(views, None).map_err(|error| failed(error.to_string()))?;
-    let partial = file.with_extension("partial");
-    std::fs::write(&partial, bytes)
-        .and_then(|()| std::fs::rename(&partial, file))
-        .map_err(|error| failed(error.to_string()))
+    crate::output::write(file, &bytes).map_err(|error| failed(error.to_string()))
 }
 
 #[cfg(test)]

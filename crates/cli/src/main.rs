@@ -21,6 +21,7 @@ mod machine;
 mod measure;
 mod models;
 mod options;
+mod output;
 #[cfg(test)]
 mod reference;
 mod render;

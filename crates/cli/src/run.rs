@@ -273,10 +273,7 @@ impl Chat {
         }
         let conversation =
             json!({"system": self.system, "messages": self.messages.iter().map(message_json).collect::<Vec<_>>()});
-        // Written whole under another name first: a full disk must not cost an older file.
-        let partial = format!("{file}.partial");
-        std::fs::write(&partial, format!("{conversation:#}\n"))
-            .and_then(|()| std::fs::rename(&partial, file))
+        crate::output::write(Path::new(file), format!("{conversation:#}\n").as_bytes())
             .map_err(|error| format!("{file} can't be written: {error}"))
     }
 

@@ -54,6 +54,19 @@ impl ApiError {
         ApiError::invalid("context_length_exceeded", what, message)
     }
 
+    /// Refuses a prompt whose length alone says that it can't fit, before it is encoded.
+    ///
+    /// # Errors
+    /// [`ApiError::context_length`], with what it has at the least.
+    pub fn hopeless(what: &str, least: usize, context: u32) -> Result<(), Self> {
+        if least <= context as usize {
+            return Ok(());
+        }
+        let mut error = ApiError::context_length(what, least, context);
+        error.message = error.message.replacen("the request has", "the request has at least", 1);
+        Err(error)
+    }
+
     /// The prompt fills the context, so that no token of a reply would fit.
     pub fn no_room(what: &str, context: u32) -> Self {
         let message = format!(

@@ -127,6 +127,15 @@ async fn a_prompt_that_does_not_fit_is_refused_with_both_lengths() {
     let long = "word ".repeat(200);
     let body = json!({"messages": [{"role": "user", "content": long}]});
     check(&server, "/v1/chat/completions", body, 400, "context_length_exceeded", Some("messages")).await;
+    // A megabyte is refused by its length, before it is cut into tokens.
+    let huge = "w".repeat(1_000_000);
+    for (route, body, place) in [
+        ("/v1/chat/completions", json!({"messages": [{"role": "user", "content": huge}]}), "messages"),
+        ("/v1/completions", json!({"prompt": huge}), "prompt"),
+    ] {
+        let message = server.post(route, &body).await.json()["error"]["message"].to_string();
+        assert!(message.contains("has at least ") && message.contains(&format!("in the {place}")), "{message}");
+    }
     server.stop().await;
 }
 

@@ -81,6 +81,8 @@ pub struct Tokenizer {
     tokens: Vec<Token>,
     bytes: Vec<u8>,
     markers: Markers,
+    /// Most bytes of a text that one token can stand for; `None` where the file says that more may vanish.
+    longest: Option<usize>,
 }
 
 impl std::fmt::Debug for Tokenizer {
@@ -101,6 +103,7 @@ impl Tokenizer {
         let added = read_added(&file)?;
         let (tokens, bytes) = build_table(&vocabulary, &added)?;
         let markers = resolve_markers(&added)?;
+        let keeps_every_byte = keeps_every_byte(&file);
 
         // Nothing may shorten, pad or extend what the spans say.
         for key in ["truncation", "padding", "post_processor"] {
@@ -113,7 +116,9 @@ impl Tokenizer {
             entries.retain(|_, id| id.as_u64().is_none_or(|id| !marker_ids.contains(&(id as TokenId))));
         }
         let plain = load(&file)?;
-        Ok(Tokenizer { plain, full, tokens, bytes, markers })
+        let longest = tokens.iter().map(|token| (token.end - token.start) as usize).max();
+        let longest = longest.filter(|longest| *longest > 0 && keeps_every_byte);
+        Ok(Tokenizer { plain, full, tokens, bytes, markers, longest })
     }
 
     /// Number of ids; the largest id plus one.
@@ -123,6 +128,11 @@ impl Tokenizer {
 
     pub fn markers(&self) -> &Markers {
         &self.markers
+    }
+
+    /// Tokens that a text has at the least, known from its length alone: what is hopelessly long need not be encoded.
+    pub fn least_tokens(&self, text: &str) -> usize {
+        self.longest.map_or(0, |longest| text.len() / longest)
     }
 
     /// Ids of a text from outside; never an added token, whatever the text spells.
@@ -194,6 +204,15 @@ fn encode(tokenizer: &tokenizers::Tokenizer, text: &str) -> Result<Vec<TokenId>,
     }
     let encoding = tokenizer.encode_fast(text, false).map_err(|error| TokenizerError::Encode(error.to_string()))?;
     Ok(encoding.get_ids().to_vec())
+}
+
+/// Whether no normaliser rewrites a text and no added token takes the blanks beside it.
+fn keeps_every_byte(file: &Value) -> bool {
+    let normalizer = &file["normalizer"];
+    let is_empty = |list: &Value| list.as_array().is_some_and(Vec::is_empty);
+    let strips = |token: &Value| token["lstrip"] == true || token["rstrip"] == true;
+    (normalizer.is_null() || is_empty(&normalizer["normalizers"]))
+        && file["added_tokens"].as_array().is_none_or(|added| !added.iter().any(strips))
 }
 
 fn form(place: &str, found: &Value, expected: &str) -> TokenizerError {

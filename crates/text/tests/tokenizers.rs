@@ -61,6 +61,32 @@ fn text_comes_back_as_it_was() {
 }
 
 #[test]
+fn no_text_has_fewer_tokens_than_its_length_allows() {
+    for (name, tokenizer) in both() {
+        let longest =
+            (0..tokenizer.vocab_size() as TokenId).filter_map(|id| tokenizer.token_bytes(id)).max_by_key(|b| b.len());
+        let longest = String::from_utf8(longest.unwrap().to_vec()).unwrap();
+        for text in ["", "a", "Hello, world! 12345", &longest.repeat(50), &" ".repeat(999), &"规则".repeat(300)] {
+            let (least, found) = (tokenizer.least_tokens(text), tokenizer.encode_with_markers(text).unwrap().len());
+            assert!(least <= found, "{name}: {least} of {found} tokens in {} bytes", text.len());
+        }
+        assert_eq!(tokenizer.least_tokens(&longest.repeat(50)), 50, "{name}: the bound is as good as it can be");
+    }
+    // What may vanish or swallow blanks gives no bound.
+    for edit in
+        [json!({"normalizer": {"type": "Strip", "strip_left": true, "strip_right": true}}), json!({"rstrip": true})]
+    {
+        let mut file: Value = serde_json::from_slice(TINY_TOKENIZER).unwrap();
+        match edit.get("normalizer") {
+            Some(normalizer) => file["normalizer"] = normalizer.clone(),
+            None => file["added_tokens"][0]["rstrip"] = json!(true),
+        }
+        let tokenizer = Tokenizer::from_bytes(file.to_string().as_bytes()).unwrap();
+        assert_eq!(tokenizer.least_tokens(&"word ".repeat(1000)), 0);
+    }
+}
+
+#[test]
 fn long_runs_of_one_character_encode_completely() {
     let [_, (_, demo)] = both();
     for text in [" ", "\n", "a", "漢", " \n", "!", "｜DSML｜", "\u{301}"] {

@@ -84,6 +84,8 @@ fn prepare(server: &Server, body: &Json) -> Result<Prepared, ApiError> {
     let chat = chat_body(&fields, config.chat)?;
     refuse_unbuilt(&chat)?;
     let prompt = chat::encode(&chat.request).map_err(|error| ApiError::internal(&error.to_string()))?;
+    let context = server.engine.limits().context;
+    ApiError::hopeless("messages", prompt.least_tokens(&config.tokenizer), context)?;
     let tokens = prompt.token_ids(&config.tokenizer).map_err(|error| ApiError::internal(&error.to_string()))?;
     let reading = ReplyOptions {
         stops: generation.stops.clone(),

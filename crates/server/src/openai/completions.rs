@@ -94,7 +94,7 @@ fn prepare(server: &Server, body: &Json) -> Result<Prepared, ApiError> {
         return Err(ApiError::invalid("invalid_value", "max_tokens", message));
     }
 
-    let mut prompts = prompts(&fields, &config.tokenizer, server.rules().vocab_size)?;
+    let mut prompts = prompts(&fields, server)?;
     if adds_begin {
         let begin = config.tokenizer.markers().id(Marker::BeginOfSentence);
         prompts.iter_mut().for_each(|prompt| prompt.insert(0, begin));
@@ -137,10 +137,13 @@ fn prepare(server: &Server, body: &Json) -> Result<Prepared, ApiError> {
 }
 
 /// A string, a list of strings, a list of ids, or a list of such lists.
-fn prompts(fields: &Fields<'_>, tokenizer: &Tokenizer, vocab_size: u32) -> Result<Vec<Vec<TokenId>>, ApiError> {
+fn prompts(fields: &Fields<'_>, server: &Server) -> Result<Vec<Vec<TokenId>>, ApiError> {
+    let (tokenizer, vocab_size) = (&*server.config.tokenizer, server.rules().vocab_size);
+    let context = server.engine.limits().context;
     let field = fields.required("prompt")?;
     let text = |field: &Field<'_>| {
         let text = field.string()?;
+        ApiError::hopeless("prompt", tokenizer.least_tokens(text), context)?;
         tokenizer.encode_with_markers(text).map_err(|error| ApiError::internal(&error.to_string()))
     };
     match field.value() {

@@ -313,6 +313,15 @@ impl Prompt {
         ranges
     }
 
+    /// Tokens that it has at the least; see [`Tokenizer::least_tokens`].
+    pub fn least_tokens(&self, tokenizer: &Tokenizer) -> usize {
+        let least = |segment: &Segment| match segment {
+            Segment::Marker(_) => 1,
+            Segment::Text(text) => tokenizer.least_tokens(text),
+        };
+        self.segments.iter().map(least).sum()
+    }
+
     /// The ids that the model reads.
     pub fn token_ids(&self, tokenizer: &Tokenizer) -> Result<Vec<TokenId>, TokenizerError> {
         tokenizer.encode_segments(&self.segments)
