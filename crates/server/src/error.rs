@@ -45,26 +45,29 @@ impl ApiError {
 
     /// `what`: the field that holds the prompt.
     pub fn context_length(what: &str, prompt: usize, context: u32) -> Self {
-        let place = if what == "messages" { "messages" } else { "prompt" };
-        let message = format!(
-            "This model's maximum context length is {context} tokens, but the request has {prompt} tokens in the \
-             {place}. Shorten {}, or start the server with a larger --context.",
-            if what == "messages" { "them" } else { "it" }
-        );
-        ApiError::invalid("context_length_exceeded", what, message)
+        ApiError::too_long(what, &prompt.to_string(), context)
     }
 
     /// Refuses a prompt whose length alone says that it can't fit, before it is encoded.
     ///
     /// # Errors
-    /// [`ApiError::context_length`], with what it has at the least.
+    /// As [`ApiError::context_length`], with what it has at the least.
     pub fn hopeless(what: &str, least: usize, context: u32) -> Result<(), Self> {
         if least <= context as usize {
-            return Ok(());
+            Ok(())
+        } else {
+            Err(ApiError::too_long(what, &format!("at least {least}"), context))
         }
-        let mut error = ApiError::context_length(what, least, context);
-        error.message = error.message.replacen("the request has", "the request has at least", 1);
-        Err(error)
+    }
+
+    fn too_long(what: &str, found: &str, context: u32) -> Self {
+        let place = if what == "messages" { "messages" } else { "prompt" };
+        let message = format!(
+            "This model's maximum context length is {context} tokens, but the request has {found} tokens in the \
+             {place}. Shorten {}, or start the server with a larger --context.",
+            if what == "messages" { "them" } else { "it" }
+        );
+        ApiError::invalid("context_length_exceeded", what, message)
     }
 
     /// The prompt fills the context, so that no token of a reply would fit.

@@ -29,6 +29,21 @@ fn compressed_bindings<'a>(compressed: &Option<Compressed<'a>>) -> [Binding<'a>;
     }
 }
 
+/// What every launch finds a row's keys by, in this order.
+fn key_bindings<'a>(args: &Args<'a>) -> [Binding<'a>; 8] {
+    let [cache, table, selected, counts] = compressed_bindings(&args.compressed);
+    [
+        Binding::Bytes(bytes_of(args.rows)),
+        Binding::Bytes(bytes_of(args.windows)),
+        Binding::Read(args.records),
+        Binding::Read(args.ring),
+        cache,
+        table,
+        selected,
+        counts,
+    ]
+}
+
 /// `fold`: what the scale of a dot makes up for.
 fn sizes(args: &Args<'_>, rows: usize, fold: f32) -> ShapeBytes {
     let Shape { heads, head_dim, window, ring_len, selected_max, .. } = args.shape;
@@ -45,17 +60,17 @@ fn sizes(args: &Args<'_>, rows: usize, fold: f32) -> ShapeBytes {
 fn run_whole(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
     LaunchError::check_limit("the keys of a row", gpu_keys(args.shape), METAL_KEYS_MAX)?;
     let shape = sizes(&args, args.rows.len(), 1.0);
-    let [cache, table, selected, counts] = compressed_bindings(&args.compressed);
+    let [rows, windows, records, ring, cache, table, selected, counts] = key_bindings(&args);
     queue.launch_tuned(
         Launch {
             program: &PROGRAM,
             entry: "attention",
             bindings: &mut [
                 Binding::Read(args.q),
-                Binding::Bytes(bytes_of(args.rows)),
-                Binding::Bytes(bytes_of(args.windows)),
-                Binding::Read(args.records),
-                Binding::Read(args.ring),
+                rows,
+                windows,
+                records,
+                ring,
                 cache,
                 table,
                 selected,
@@ -216,13 +231,13 @@ fn launch_scores(
     sizing: Sizing,
     shape: &ShapeBytes,
 ) -> Result<(), LaunchError> {
-    let [cache, table, selected, counts] = compressed_bindings(&args.compressed);
+    let [rows, windows, records, ring, cache, table, selected, counts] = key_bindings(args);
     let bindings = &mut [
         Binding::Read(args.q),
-        Binding::Bytes(bytes_of(args.rows)),
-        Binding::Bytes(bytes_of(args.windows)),
-        Binding::Read(args.records),
-        Binding::Read(args.ring),
+        rows,
+        windows,
+        records,
+        ring,
         cache,
         table,
         selected,
@@ -239,13 +254,13 @@ fn launch_weights(
     sizing: Sizing,
     shape: &ShapeBytes,
 ) -> Result<(), LaunchError> {
-    let [cache, table, selected, counts] = compressed_bindings(&args.compressed);
+    let [rows, windows, records, ring, cache, table, selected, counts] = key_bindings(args);
     let bindings = &mut [
         Binding::Read(args.q),
-        Binding::Bytes(bytes_of(args.rows)),
-        Binding::Bytes(bytes_of(args.windows)),
-        Binding::Read(args.records),
-        Binding::Read(args.ring),
+        rows,
+        windows,
+        records,
+        ring,
         cache,
         table,
         selected,
@@ -263,12 +278,12 @@ fn launch_mix(
     sizing: Sizing,
     shape: &ShapeBytes,
 ) -> Result<(), LaunchError> {
-    let [cache, table, selected, counts] = compressed_bindings(&args.compressed);
+    let [rows, windows, records, ring, cache, table, selected, counts] = key_bindings(args);
     let bindings = &mut [
-        Binding::Bytes(bytes_of(args.rows)),
-        Binding::Bytes(bytes_of(args.windows)),
-        Binding::Read(args.records),
-        Binding::Read(args.ring),
+        rows,
+        windows,
+        records,
+        ring,
         cache,
         table,
         selected,
@@ -287,12 +302,12 @@ fn launch_mix_weighed(
     sizing: Sizing,
     shape: &ShapeBytes,
 ) -> Result<(), LaunchError> {
-    let [cache, table, selected, counts] = compressed_bindings(&args.compressed);
+    let [rows, windows, records, ring, cache, table, selected, counts] = key_bindings(args);
     let bindings = &mut [
-        Binding::Bytes(bytes_of(args.rows)),
-        Binding::Bytes(bytes_of(args.windows)),
-        Binding::Read(args.records),
-        Binding::Read(args.ring),
+        rows,
+        windows,
+        records,
+        ring,
         cache,
         table,
         selected,

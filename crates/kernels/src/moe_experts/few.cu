@@ -417,27 +417,15 @@ __device__ __forceinline__ void few_stage_up(const FewArgs& args, char* staged) 
 
 // QDQ8 of the activations of `pairs` pairs from `first_pair` on, then of the shared expert's.
 __device__ __forceinline__ void few_stage_down(const FewArgs& args, char* staged, int first_pair, int pairs, int rows) {
-    const int eights = args.shape.down_blocks * 8, columns = args.shape.intermediate, lane = threadIdx.x % 32;
+    const int eights = args.shape.down_blocks * 8, columns = args.shape.intermediate;
     const int spare_row = args.shape.rows * args.shape.picks;
     // Four neighbouring threads round a block of 32; rows have whole blocks, so the four are active together.
     for (int i = threadIdx.x; i < rows * eights; i += FEW_THREADS) {
         const int row = i / eights, eight = i % eights, from = row < pairs ? first_pair + row : spare_row + row - pairs;
         uint4 v = make_uint4(0, 0, 0, 0);
         if (eight * 8 < columns) v = __ldcg((const uint4*)(args.between + (size_t)from * columns + eight * 8));
-        u32 words[4] = {v.x, v.y, v.z, v.w}, amax = 0;
-#pragma unroll
-        for (int j = 0; j < 4; j++) amax = max(amax, max(words[j] << 16 & 0x7fff0000u, words[j] & 0x7fff0000u));
-        const u32 four = 15u << (lane & 28);
-        amax = max(amax, __shfl_xor_sync(four, amax, 1));
-        amax = max(amax, __shfl_xor_sync(four, amax, 2));
-        const u32 code = fp8_scale(amax);
-        const float inverse = inverse_scale(code), scale = e8m0_value(code);
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const float low = fp8_nearest(__uint_as_float(words[j] << 16) * inverse, scale);
-            const float high = fp8_nearest(__uint_as_float(words[j] & 0xffff0000u) * inverse, scale);
-            words[j] = __float_as_uint(low) >> 16 | (__float_as_uint(high) & 0xffff0000u);
-        }
+        u32 words[4] = {v.x, v.y, v.z, v.w};
+        round_eight(words);
         char* const to = few_place(staged, rows, row, eight);
         *(uint2*)to = make_uint2(words[0], words[1]);
         *(uint2*)(to + 16) = make_uint2(words[2], words[3]);

@@ -127,20 +127,7 @@ __device__ __forceinline__ void experts(const ExpertArgs& args) {
                 uint4 v = make_uint4(0, 0, 0, 0);
                 if (present) v = *(const uint4*)((const u16*)args.x + first + quad * 8);
                 u32 words[4] = {v.x, v.y, v.z, v.w};
-                u32 amax = 0;
-#pragma unroll
-                for (int j = 0; j < 4; j++) amax = max(amax, max(words[j] << 16 & 0x7fff0000u, words[j] & 0x7fff0000u));
-                const u32 four = 15u << (lane & 28);
-                amax = max(amax, __shfl_xor_sync(four, amax, 1));
-                amax = max(amax, __shfl_xor_sync(four, amax, 2));
-                const u32 code = fp8_scale(amax);
-                const float inverse = inverse_scale(code), scale = e8m0_value(code);
-#pragma unroll
-                for (int j = 0; j < 4; j++) {
-                    const float low = fp8_nearest(__uint_as_float(words[j] << 16) * inverse, scale);
-                    const float high = fp8_nearest(__uint_as_float(words[j] & 0xffff0000u) * inverse, scale);
-                    words[j] = __float_as_uint(low) >> 16 | (__float_as_uint(high) & 0xffff0000u);
-                }
+                round_eight(words);
                 *(uint2*)to = make_uint2(words[0], words[1]);
                 *(uint2*)(to + 16) = make_uint2(words[2], words[3]);
             }
