@@ -12,7 +12,7 @@ static PROGRAM: Program = program("linear_bf16", Some(include_str!("kernel.metal
 pub(super) fn run(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
     match queue.backend() {
         Backend::Metal => metal(queue, args),
-        Backend::Cuda => cuda(queue, args),
+        Backend::Cuda => cuda(queue, args, None),
     }
 }
 
@@ -37,7 +37,15 @@ fn metal(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
     Ok(())
 }
 
-fn cuda(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
+/// On CUDA with bf16 weights summed in chunks of `chunk` columns instead of the declared ones.
+pub(super) fn run_in_chunks(queue: &mut GpuQueue, args: Args<'_>, chunk: usize) -> Result<(), LaunchError> {
+    match queue.backend() {
+        Backend::Metal => Err(queue.unsupported("linear_bf16 in chunks")),
+        Backend::Cuda => cuda(queue, args, Some(chunk)),
+    }
+}
+
+fn cuda(queue: &mut GpuQueue, args: Args<'_>, chunk: Option<usize>) -> Result<(), LaunchError> {
     let Args { x, rows, products } = args;
     let mut bf16 = Vec::with_capacity(products.len());
     let mut columns = 0;
@@ -61,6 +69,6 @@ fn cuda(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
         return Ok(());
     }
     let (format, input) = (Format::Bf16, Input::F32 { buffer: x, chosen: None });
-    let chunk = cuda::chunk(format, columns);
+    let chunk = chunk.unwrap_or_else(|| cuda::chunk(format, columns));
     cuda::run(queue, Linear { format, columns, groups: 1, chunk, rows, input, products: &mut bf16 })
 }

@@ -19,7 +19,7 @@ mod tests;
 
 pub use crate::linear::Finish;
 pub(crate) use cpu::run_chosen;
-pub use launch::launch;
+pub use launch::{launch, measure_in_chunks};
 pub use pack::{Dtype, Weights};
 
 use tf_device::Buffer;

@@ -103,10 +103,12 @@ pub(super) struct Figures {
     /// `None`: in passes of few pairs.
     pub(super) tile: Option<Tile>,
     pub(super) limit: f32,
+    /// [`UP_CHUNK`] and [`DOWN_CHUNK`], but for measurements.
+    pub(super) chunks: [usize; 2],
 }
 
 impl Figures {
-    fn of(args: &Args<'_>, chip: Chip) -> Figures {
+    fn of(args: &Args<'_>, chip: Chip, chunks: [usize; 2]) -> Figures {
         let (hidden, intermediate) = (args.weights.hidden(), args.weights.intermediate());
         let (rows, picks, experts) = (args.rows, args.picks, args.weights.experts().len());
         let pairs = rows * picks;
@@ -115,7 +117,7 @@ impl Figures {
         let gaps = if tile.is_some() { (ATOM - 1) * pairs.min(experts) } else { 0 };
         let pairs = (pairs + gaps).next_multiple_of(ATOM);
         let limit = if args.limit == 0.0 { f32::INFINITY } else { args.limit };
-        Figures { rows, picks, experts, hidden, intermediate, pairs, tile, limit }
+        Figures { rows, picks, experts, hidden, intermediate, pairs, tile, limit, chunks }
     }
 
     fn room(&self) -> Room {
@@ -155,8 +157,16 @@ impl Figures {
 /// # Errors
 /// [`LaunchError`] when the device has no room for working memory, or refuses.
 pub(super) fn run(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
+    run_in_chunks(queue, args, [UP_CHUNK, DOWN_CHUNK])
+}
+
+/// As [`run`], with other chunks of `w1` and `w3`, and of `w2`.
+///
+/// # Errors
+/// As [`run`].
+pub(super) fn run_in_chunks(queue: &mut GpuQueue, args: Args<'_>, chunks: [usize; 2]) -> Result<(), LaunchError> {
     let chip = Chip::of(queue.limits());
-    let figures = Figures::of(&args, chip);
+    let figures = Figures::of(&args, chip, chunks);
     LaunchError::check_limit("the expert count", figures.experts, crate::moe_route::EXPERTS_MAX)?;
     let room = figures.room();
     let memory = queue.take_scratch("experts", room.total)?;
@@ -219,7 +229,7 @@ fn shared_up(queue: &mut GpuQueue, args: &Args<'_>, figures: &Figures) -> Result
     let mut up = queue.take_scratch("experts, shared up", rows * intermediate * 4)?;
     let input = Input::F32 { buffer: args.x, chosen: None };
     let mut products = [product(&weights.w1, &mut gate), product(&weights.w3, &mut up)];
-    fp8(queue, &mut products, hidden, UP_CHUNK, rows, input)?;
+    fp8(queue, &mut products, hidden, figures.chunks[0], rows, input)?;
     Ok([gate, up])
 }
 
@@ -287,8 +297,8 @@ impl Routed<'_> {
         let threads = if up { pairs * stages * 8 } else { pairs * stages * 2 * 32 };
         simple(queue, entry, &mut bindings, &shape, threads)?;
         let (chunk, slabs, out_stride) = match up {
-            true => (UP_CHUNK, intermediate / 8, intermediate),
-            false => (DOWN_CHUNK, hidden / SLAB, hidden),
+            true => (figures.chunks[0], intermediate / 8, intermediate),
+            false => (figures.chunks[1], hidden / SLAB, hidden),
         };
         let shape = ShapeBytes::new().uint(stages).uint(chunk / STAGE).uint(slabs).uint(atoms).uint(out_stride);
         let shape = shape.float(figures.limit);
@@ -351,8 +361,8 @@ impl Columns {
     pub(super) fn of(figures: &Figures, up: bool) -> Columns {
         let Figures { hidden, intermediate, .. } = *figures;
         let (columns, chunk, slabs, out_stride) = match up {
-            true => (hidden, UP_CHUNK, intermediate / 8, intermediate),
-            false => (intermediate, DOWN_CHUNK, hidden / SLAB, hidden),
+            true => (hidden, figures.chunks[0], intermediate / 8, intermediate),
+            false => (intermediate, figures.chunks[1], hidden / SLAB, hidden),
         };
         let blocks = columns.div_ceil(BLOCK);
         let chunk_blocks = (chunk / BLOCK).min(blocks);
@@ -452,7 +462,7 @@ fn shared_down(
     let Figures { rows, hidden, intermediate, .. } = *figures;
     let mut out = queue.take_scratch("experts, shared out", rows * hidden * 4)?;
     let input = Input::Bf16 { buffer: activation };
-    fp8(queue, &mut [product(&weights.w2, &mut out)], intermediate, DOWN_CHUNK, rows, input)?;
+    fp8(queue, &mut [product(&weights.w2, &mut out)], intermediate, figures.chunks[1], rows, input)?;
     Ok(out)
 }
 

@@ -98,6 +98,7 @@ impl Routed<'_> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::cuda::{DOWN_CHUNK, UP_CHUNK};
     use super::*;
 
     const RELEASE: Figures = Figures {
@@ -109,6 +110,7 @@ mod tests {
         pairs: 8,
         tile: None,
         limit: 10.0,
+        chunks: [UP_CHUNK, DOWN_CHUNK],
     };
     const H200: Chip = Chip { units: 132, shared_bytes: 226 << 10, hopper: true, warpgroups: true };
 

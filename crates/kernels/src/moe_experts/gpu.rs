@@ -20,6 +20,14 @@ pub(super) fn run(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchErro
     }
 }
 
+/// On CUDA with sums in chunks of other lengths than the declared ones.
+pub(super) fn run_in_chunks(queue: &mut GpuQueue, args: Args<'_>, chunks: [usize; 2]) -> Result<(), LaunchError> {
+    match queue.backend() {
+        Backend::Metal => Err(queue.unsupported("moe_experts in chunks")),
+        Backend::Cuda => super::cuda::run_in_chunks(queue, args, chunks),
+    }
+}
+
 fn metal(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
     let (pairs, hidden) = (args.rows * (args.picks + 1), args.weights.hidden());
     let values = pairs * args.weights.intermediate().max(hidden);

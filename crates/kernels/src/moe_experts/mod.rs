@@ -28,7 +28,7 @@ pub mod reference;
 #[cfg(test)]
 mod tests;
 
-pub use launch::launch;
+pub use launch::{launch, measure_in_chunks};
 pub use pack::{Expert, ExpertBytes, Placed, Shared, Weights};
 
 use tf_device::Buffer;

@@ -73,6 +73,15 @@ pub(crate) fn cases() -> Vec<Case> {
     ]
 }
 
+/// What is timed: the released ones, and the products that the model launches together as one weight.
+pub(crate) fn timed() -> Vec<Case> {
+    let mut cases: Vec<Case> = cases().into_iter().filter(|case| case.released).collect();
+    let together = |name, weight_rows| Case { name, weight_rows, columns: 5120, groups: 1, ..cases[0] };
+    let more = [together("wq_a+wkv", 1280 + 512), together("shared w1+w3", 2 * 2304)];
+    cases.extend(more);
+    cases
+}
+
 pub(crate) enum Weights {
     Fp8(linear_fp8::Weights),
     Bf16(linear_bf16::Weights),

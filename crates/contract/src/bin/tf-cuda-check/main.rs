@@ -1,10 +1,11 @@
-//! Holds the CUDA linears, experts and head to their mirror on the GPU of this machine, bit for bit, and times them.
+//! Holds the CUDA linears, experts and head to their mirror on the GPU of this machine, bit for bit, and times them and attention.
 //!
 //! `tf-cuda-check [check] [long] [time] [cost] [--out FILE] [--only NAME]`. `check` asks the tensor-core step and compares every
 //! launch at 1 to 71 rows with [`tf_numerics::fma16`]; `long` compares every row of long prompts with the same row alone;
 //! `time` replays graphs of calls over rotating weights; `cost` asks what one order for every row count costs. The kernels
 //! are those that the build embeds. Records go to FILE, one JSON object a line.
 
+mod attention;
 mod cost;
 mod experts;
 mod linears;
@@ -29,7 +30,9 @@ use crate::speed::Timer;
 const LONG_ROWS: [usize; 2] = [512, 2000];
 /// Of experts, so that every size of tile occurs.
 const LONG_EXPERT_ROWS: [usize; 5] = [66, 130, 150, 512, 2000];
-const TIMED_ROWS: [usize; 7] = [1, 6, 16, 32, 128, 512, 2048];
+const TIMED_ROWS: [usize; 9] = [1, 4, 6, 16, 32, 64, 128, 512, 2048];
+/// Of the head: rows that draw a token.
+const HEAD_ROWS: usize = 128;
 
 /// A line for whoever reads along, who may leave: the records go on.
 pub(crate) fn say(line: std::fmt::Arguments<'_>) {
@@ -141,12 +144,16 @@ impl Session {
         let gpu = self.gpu.clone();
         let mut timer = Timer { device: &self.device, queue: &mut self.queue, gpu, records: Vec::new() };
         timer.heading();
-        for case in linears::cases().iter().filter(|case| case.released && wanted(case.name)) {
-            let rows: &[usize] = if case.name == "head" { &TIMED_ROWS[..4] } else { &TIMED_ROWS };
-            timer.linear(case, rows)?;
+        for case in linears::timed().iter().filter(|case| wanted(case.name)) {
+            let most = if case.format == Format::Head { HEAD_ROWS } else { usize::MAX };
+            let rows: Vec<usize> = TIMED_ROWS.into_iter().filter(|rows| *rows <= most).collect();
+            timer.linear(case, &rows)?;
+        }
+        if wanted("attention") {
+            timer.attention(&TIMED_ROWS)?;
         }
         if wanted("experts") {
-            timer.experts(&[1, 2, 4, 6, 8, 16, 32, 128, 512, 2048])?;
+            timer.experts(&[1, 2, 4, 6, 8, 16, 32, 64, 128, 512, 2048])?;
         }
         self.records.append(&mut timer.records);
         Ok(())
@@ -157,9 +164,14 @@ impl Session {
         let gpu = self.gpu.clone();
         let mut timer = Timer { device: &self.device, queue: &mut self.queue, gpu, records: Vec::new() };
         cost::heading();
-        let cases = linears::cases().into_iter().filter(|case| case.released && case.format == Format::Fp8);
-        for case in cases.filter(|case| wanted(case.name)) {
-            timer.cost(&case)?;
+        for case in linears::timed().iter().filter(|case| cost::has_chunks(case) && wanted(case.name)) {
+            timer.linear_cost(case)?;
+        }
+        if wanted("attention") {
+            timer.attention_cost()?;
+        }
+        if wanted("experts") {
+            timer.expert_cost()?;
         }
         self.records.append(&mut timer.records);
         Ok(())

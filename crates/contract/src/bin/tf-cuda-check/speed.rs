@@ -13,6 +13,10 @@ use crate::linears::{Case, Weights, launch};
 use crate::random::Random;
 
 const REPLAYS: usize = 20;
+pub(crate) const HIDDEN: usize = 5120;
+pub(crate) const INTERMEDIATE: usize = 2304;
+const EXPERTS: usize = 384;
+const PICKS: usize = 6;
 /// Bytes a microsecond of a copy and of a read-only stream, and bf16 operations a microsecond, as measured on one H200.
 const COPY: f64 = 4.3e6;
 const READ: f64 = 4.657e6;
@@ -90,7 +94,14 @@ impl Timer<'_> {
         Ok([samples[REPLAYS / 2], samples[0], samples[REPLAYS - 1]])
     }
 
-    fn report(&mut self, name: &str, rows: usize, bytes: f64, operations: f64, [median, least, most]: [f64; 3]) {
+    pub(crate) fn report(
+        &mut self,
+        name: &str,
+        rows: usize,
+        bytes: f64,
+        operations: f64,
+        [median, least, most]: [f64; 3],
+    ) {
         let floor = (bytes / COPY).max(operations / OPERATIONS);
         crate::say(format_args!(
             "| {name} | {rows} | {median:.2} | {least:.2} to {most:.2} | {:.0} | {:.0} | {floor:.2} | {:.2} |",
@@ -110,9 +121,9 @@ impl Timer<'_> {
         crate::say(format_args!("| --- | --- | --- | --- | --- | --- | --- | --- |"));
     }
 
-    /// Copies of the weight beyond four times the second-level cache, in turn.
-    pub(crate) fn linear(&mut self, case: &Case, row_counts: &[usize]) -> Result<()> {
-        let Case { weight_rows, columns, groups, .. } = *case;
+    /// Copies of the weight beyond four times the second-level cache, and bytes of one.
+    pub(crate) fn rotating_weights(&mut self, case: &Case) -> Result<(Vec<Weights>, usize)> {
+        let Case { weight_rows, columns, .. } = *case;
         let bytes = match case.format {
             Format::Fp8 => {
                 let (codes, scales) = linear_fp8::pack_cuda::packed_len(weight_rows, columns);
@@ -132,6 +143,14 @@ impl Timer<'_> {
                 }
             });
         }
+        Ok((weights, bytes))
+    }
+
+    /// The copies of the weight in turn.
+    pub(crate) fn linear(&mut self, case: &Case, row_counts: &[usize]) -> Result<()> {
+        let Case { weight_rows, columns, groups, .. } = *case;
+        let (weights, bytes) = self.rotating_weights(case)?;
+        let copies = weights.len();
         let finish = if case.format == Format::Fp8 { Finish::Bf16 } else { Finish::F32 };
         for &rows in row_counts {
             let x = random_rows(self.device, rows, groups * columns)?;
@@ -146,64 +165,93 @@ impl Timer<'_> {
         Ok(())
     }
 
-    /// The release's layer: 384 experts, 6 picks, the shared expert; random routings in turn.
-    pub(crate) fn experts(&mut self, row_counts: &[usize]) -> Result<()> {
-        let (hidden, intermediate, count, picks) = (5120, 2304, 384, 6);
-        let lengths = moe_experts::pack_cuda::packed_len(hidden, intermediate);
+    /// The release's layer: 384 experts and the shared one.
+    pub(crate) fn release_experts(&mut self) -> Result<moe_experts::Weights> {
+        let lengths = moe_experts::pack_cuda::packed_len(HIDDEN, INTERMEDIATE);
         let mut parts = Vec::new();
         for (index, bytes) in lengths.into_iter().enumerate() {
             let byte = |bits: u64| if index % 2 == 0 { bits as u8 } else { 116 + bits as u8 % 7 };
-            parts.push(filled(self.queue, self.device, count * bytes, byte)?);
+            parts.push(filled(self.queue, self.device, EXPERTS * bytes, byte)?);
         }
         let Ok(parts) = <[Buffer; 4]>::try_from(parts) else { bail!("four parts were made") };
         let mut fp8 = |rows, columns| random_fp8(self.queue, self.device, rows, columns);
-        let shared =
-            Shared { w1: fp8(intermediate, hidden)?, w3: fp8(intermediate, hidden)?, w2: fp8(hidden, intermediate)? };
-        let shared_bytes = shared.bytes();
-        let weights = moe_experts::Weights::from_packed(count, shared, parts)?;
-        let expert_bytes: usize = lengths.iter().sum();
-        let mut random = Random(11);
+        let (w1, w3) = (fp8(INTERMEDIATE, HIDDEN)?, fp8(INTERMEDIATE, HIDDEN)?);
+        let shared = Shared { w1, w3, w2: fp8(HIDDEN, INTERMEDIATE)? };
+        Ok(moe_experts::Weights::from_packed(EXPERTS, shared, parts)?)
+    }
+
+    /// `calls` random routings of `rows` rows, and what a launch takes beside them.
+    pub(crate) fn routed(&self, rows: usize, calls: usize) -> Result<Routed> {
+        let mut random = Random(11 + rows as u64);
+        let (mut routings, mut distinct) = (Vec::new(), 0);
+        for _ in 0..calls {
+            let mut met = vec![false; EXPERTS];
+            let mut ids = Vec::new();
+            for _ in 0..rows {
+                let mut row: Vec<u32> = Vec::new();
+                while row.len() < PICKS {
+                    let id = random.below(EXPERTS as u64) as u32;
+                    if !row.contains(&id) {
+                        row.push(id);
+                    }
+                }
+                row.iter().for_each(|id| met[*id as usize] = true);
+                ids.extend(row);
+            }
+            distinct += met.iter().filter(|met| **met).count();
+            routings.push(Buffer::from_slice(self.device, &ids)?);
+        }
+        Ok(Routed {
+            rows,
+            x: random_rows(self.device, rows, HIDDEN)?,
+            weights: Buffer::from_slice(self.device, &vec![0.25_f32; rows * PICKS])?,
+            out: Buffer::zeroed_of::<f32>(self.device, rows * HIDDEN)?,
+            distinct: distinct as f64 / calls as f64,
+            routings,
+        })
+    }
+
+    /// Random routings in turn.
+    pub(crate) fn experts(&mut self, row_counts: &[usize]) -> Result<()> {
+        let weights = self.release_experts()?;
+        let expert_bytes: usize = moe_experts::pack_cuda::packed_len(HIDDEN, INTERMEDIATE).iter().sum();
+        let shared_bytes = weights.shared().bytes();
         for &rows in row_counts {
             let calls = if rows > 64 { 4 } else { 16 };
-            let x = random_rows(self.device, rows, hidden)?;
-            let routing = Buffer::from_slice(self.device, &vec![0.25_f32; rows * picks])?;
-            let mut out = Buffer::zeroed_of::<f32>(self.device, rows * hidden)?;
-            let (mut routings, mut distinct) = (Vec::new(), 0);
-            for _ in 0..calls {
-                let mut met = vec![false; count];
-                let mut ids = Vec::new();
-                for _ in 0..rows {
-                    let mut row: Vec<u32> = Vec::new();
-                    while row.len() < picks {
-                        let id = random.below(count as u64) as u32;
-                        if !row.contains(&id) {
-                            row.push(id);
-                        }
-                    }
-                    row.iter().for_each(|id| met[*id as usize] = true);
-                    ids.extend(row);
-                }
-                distinct += met.iter().filter(|met| **met).count();
-                routings.push(Buffer::from_slice(self.device, &ids)?);
-            }
-            let distinct = distinct as f64 / calls as f64;
+            let mut routed = self.routed(rows, calls)?;
             let measured = self.time(calls, |queue, call| {
-                let args = Args {
-                    weights: &weights,
-                    x: &x,
-                    rows,
-                    picks,
-                    selected: &routings[call % calls],
-                    routing: &routing,
-                    limit: 10.0,
-                    out: &mut out,
-                };
-                moe_experts::launch(queue, args).context("the experts")
+                moe_experts::launch(queue, routed.args(&weights, call)).context("the experts")
             })?;
-            let bytes = distinct * expert_bytes as f64 + shared_bytes as f64;
-            let operations = 6.0 * (rows * (picks + 1) * hidden * intermediate) as f64;
-            self.report(&format!("experts ({distinct:.0} distinct)"), rows, bytes, operations, measured);
+            let bytes = routed.distinct * expert_bytes as f64 + shared_bytes as f64;
+            let operations = 6.0 * (rows * (PICKS + 1) * HIDDEN * INTERMEDIATE) as f64;
+            self.report(&format!("experts ({:.0} distinct)", routed.distinct), rows, bytes, operations, measured);
         }
         Ok(())
+    }
+}
+
+/// Routings of so many rows, inputs and results.
+pub(crate) struct Routed {
+    rows: usize,
+    x: Buffer,
+    routings: Vec<Buffer>,
+    weights: Buffer,
+    out: Buffer,
+    /// Experts that a routing meets, in the mean.
+    distinct: f64,
+}
+
+impl Routed {
+    pub(crate) fn args<'a>(&'a mut self, weights: &'a moe_experts::Weights, call: usize) -> Args<'a> {
+        Args {
+            weights,
+            x: &self.x,
+            rows: self.rows,
+            picks: PICKS,
+            selected: &self.routings[call % self.routings.len()],
+            routing: &self.weights,
+            limit: 10.0,
+            out: &mut self.out,
+        }
     }
 }
