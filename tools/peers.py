@@ -22,6 +22,7 @@ import os
 import statistics
 import sys
 import time
+import warnings
 
 import torch
 import torch.nn.functional as F
@@ -147,8 +148,10 @@ class OutOfTime(Exception):
 class Bench:
     """What was measured, and until when more may be."""
 
-    def __init__(self, sizes, rows, output=None, seconds=None):
+    def __init__(self, sizes, rows, output=None, seconds=None, met=None):
         self.sizes, self.rows = sizes, rows
+        # Distinct experts by rows, for the layer.
+        self.met = met or {}
         self.output = open(output, "w") if output else None
         self.started, self.seconds = time.time(), seconds
         self.reserve = 0
@@ -179,18 +182,21 @@ class Bench:
         self.record(op=op, peer=peer, rows=rows, unsupported=f"{type(error).__name__}: {text}")
 
     def measure(self, op, peer, rows, work, prepare, call, copies):
-        """`prepare(rows)` makes the inputs, whose first row is always the same; `call(inputs, turn)` gives rows first."""
+        """`prepare(rows)` makes the inputs, the first row always the same; `call(inputs, turn)` gives rows first."""
         self.check_time()
         try:
             inputs = prepare(rows)
             calls = [lambda turn=turn: call(inputs, turn % copies) for turn in range(calls_for(rows, copies))]
-            # One row is held against sixteen.
-            few, many = (1, rows) if rows > 1 else (1, 16)
-            invariant = same_first_row(call(prepare(few), 0), call(prepare(many), 0))
             seconds = timed(calls)
         except Exception as error:  # noqa: BLE001 - a peer may be unsupported by this build
             self.refuse(op, peer, rows, error)
             return
+        try:
+            # One row is held against sixteen.
+            few, many = (1, rows) if rows > 1 else (1, 16)
+            invariant = same_first_row(call(prepare(few), 0), call(prepare(many), 0))
+        except Exception:  # noqa: BLE001 - not for so few rows
+            invariant = "one row unsupported"
         self.report(op, peer, rows, seconds, *work, invariant)
         if (op, rows) not in self.best or seconds < self.best[op, rows][0]:
             self.best[op, rows] = (seconds, peer, calls, *work)
@@ -264,7 +270,7 @@ def w8a16_kernel(
     BK: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """out[split, row, group, output] of x [rows, groups, columns] by FP8 weights [groups, outputs, columns], 32x32 scales."""
+    """out[split, row, group, output] of x [rows, groups, columns] by FP8 weights [groups, outputs, columns]."""
     part = tl.program_id(2) % SPLIT
     group = tl.program_id(2) // SPLIT
     row = tl.program_id(1) * BM + tl.arange(0, BM)
@@ -463,7 +469,7 @@ def op_ceilings(bench):
     if not CUDA:
         return
     count = 1 << 30
-    source = torch.randint(0, 255, (count,), dtype=torch.uint8, device=DEVICE).view(torch.int32)
+    source = torch.randn(count // 4, device=DEVICE)
     target = torch.empty_like(source)
     square = [random_bf16(8192, 8192) for _ in range(2)]
     codes = [random_fp8(8192, 8192) for _ in range(2)]
@@ -474,8 +480,8 @@ def op_ceilings(bench):
         return torch._scaled_mm(codes[0], codes[1].T, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
 
     measures = [
-        ("copy", "TB/s", 2 * count / 1e12, [lambda: target.copy_(source)]),
-        ("read (a sum)", "TB/s", count / 1e12, [lambda: source.sum(dtype=torch.int64)]),
+        ("copy", "TB/s", 2 * count / 1e12, [lambda: torch.neg(source, out=target)]),
+        ("read (a sum)", "TB/s", count / 1e12, [lambda: source.sum()]),
         ("bf16 matmul of 8192", "TFLOP/s", operations / 1e12, [lambda: square[0] @ square[1]]),
         ("FP8 matmul of 8192", "TFLOP/s", operations / 1e12, [fp8]),
         ("a kernel that waits for the one before", "us", None, [lambda: zero.add_(1)] * 200),
@@ -488,7 +494,8 @@ def op_ceilings(bench):
         bench.record(ceiling=name, value=value, unit=unit)
 
 
-SMALL = [(64, 128, 1, 4, 4), (32, 128, 1, 4, 5), (64, 128, 2, 4, 4), (32, 256, 4, 4, 3), (64, 64, 4, 4, 5), (32, 128, 8, 4, 4)]
+SMALL = [(64, 128, 1, 4, 4), (32, 128, 1, 4, 5), (64, 128, 2, 4, 4), (32, 256, 4, 4, 3)]
+SMALL += [(64, 64, 4, 4, 5), (32, 128, 8, 4, 4)]
 LARGE = [(64, 128, 1, 4, 3), (128, 64, 1, 4, 4), (128, 64, 1, 8, 4), (128, 128, 1, 8, 3)]
 
 
@@ -590,7 +597,7 @@ def op_dense(bench):
 
 
 def routed_lists(picks, experts):
-    """Of picks [rows, k]: the sorted pairs' rows, where each pair lies, the experts that are met and where theirs start."""
+    """Of picks [rows, k]: the sorted pairs' rows, where each pair lies, the experts met and where theirs start."""
     flat = picks.flatten()
     order = torch.sort(flat, stable=True).indices
     counts = torch.bincount(flat, minlength=experts)
@@ -612,7 +619,19 @@ def routed_lists(picks, experts):
 
 
 FEW_PAIRS = [(16, 64, 128, 4, 3), (16, 32, 128, 4, 4), (16, 64, 256, 4, 2), (16, 128, 128, 8, 3), (16, 32, 256, 4, 3)]
-MANY_PAIRS = [(32, 64, 128, 4, 3), (64, 64, 128, 4, 3), (64, 128, 64, 8, 3)]
+MANY_PAIRS = [(16, 64, 128, 4, 3), (32, 64, 128, 4, 3), (64, 64, 128, 4, 3), (64, 128, 64, 8, 3)]
+
+
+def drawn_picks(bench, turns, rows, met=None):
+    """[turn, row, pick], drawn from all experts or from so many that about `met` of them are met."""
+    experts, picks = bench.sizes.experts, bench.sizes.picks
+    scores = torch.rand(turns, rows, experts, device=DEVICE)
+    if met is not None:
+        expected = lambda pool: pool * (1 - (1 - picks / pool) ** rows)  # noqa: E731
+        pool = next((pool for pool in range(picks, experts) if expected(pool) >= met), experts)
+        for turn in range(turns):
+            scores[turn, :, torch.randperm(experts, device=DEVICE)[pool:]] = -1.0
+    return scores.topk(picks, dim=-1).indices
 
 
 def op_experts(bench):
@@ -623,21 +642,23 @@ def op_experts(bench):
     x = random_bf16(most, hidden)
     x8 = x.to(torch.float8_e4m3fn)
     weight = torch.rand(most, bench.sizes.picks, device=DEVICE)
-    scores = torch.rand(turns, most, experts, device=DEVICE)
-    picks = scores.topk(bench.sizes.picks, dim=-1).indices
+    random_picks = drawn_picks(bench, turns, most)
     one = torch.ones((), device=DEVICE)
     shared_up, shared_down = random_fp8(2 * inner, hidden), random_fp8(hidden, inner)
 
-    def prepare(rows):
-        lists = [routed_lists(picks[turn, :rows], experts) for turn in range(turns)]
-        return x[:rows], x8[:rows], weight[:rows], lists
+    def prepare_with(picks):
+        def prepare(rows):
+            lists = [routed_lists(picks[turn, :rows], experts) for turn in range(turns)]
+            return x[:rows], x8[:rows], weight[:rows], lists
+
+        return prepare
 
     def shared(x8):
         scaled = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16}
         up = torch._scaled_mm(x8, shared_up.T, **scaled)
         return torch._scaled_mm(activated(up, torch.float8_e4m3fn), shared_down.T, **scaled)
 
-    def work(rows):
+    def work(rows, picks):
         distinct = statistics.mean(float(picks[turn, :rows].unique().numel()) for turn in range(turns))
         size = distinct * expert_bytes + shared_bytes
         return size, 6 * rows * (bench.sizes.picks + 1) * inner * hidden
@@ -652,16 +673,13 @@ def op_experts(bench):
         pairs = mxfp4_grouped(activated(pairs), down, down_scales, lists["pair"], lists, configuration)
         return mixed(pairs, lists, weight, shared(x8))
 
-    def measure(peer, call, rows):
-        bench.measure("experts", peer, rows, work(rows), prepare, call, turns)
-
-    for rows in bench.rows:
+    def tuned_mixture(rows, inputs):
         bench.check_time()
-        key = ("experts", 16 if rows <= 128 else 64)
-        inputs = prepare(rows)
+        key = ("experts", 8 if rows <= 8 else 16 if rows <= 128 else 64)
         calls = lambda c: [lambda turn=turn: mixture(inputs, turn, c) for turn in range(turns)]  # noqa: E731
-        chosen = bench.tuned(key, FEW_PAIRS if key[1] == 16 else MANY_PAIRS, calls)
-        measure("Triton MXFP4, grouped", lambda inputs, turn: mixture(inputs, turn, chosen), rows)
+        chosen = bench.tuned(key, FEW_PAIRS if rows <= 128 else MANY_PAIRS, calls)
+        return lambda inputs, turn: mixture(inputs, turn, chosen)
+
     grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
     wide_up = torch.empty(experts, 2 * inner, hidden, device=DEVICE, dtype=torch.bfloat16).normal_(0, 0.02)
     wide_down = torch.empty(experts, hidden, inner, device=DEVICE, dtype=torch.bfloat16).normal_(0, 0.02)
@@ -673,7 +691,17 @@ def op_experts(bench):
         return mixed(pairs, lists, weight, shared(x8))
 
     for rows in bench.rows:
-        measure("PyTorch grouped_mm bf16", wide, rows)
+        routings = [("experts", random_picks)]
+        if rows in bench.met:
+            routings.append(("experts, as in the slice", drawn_picks(bench, turns, max(rows, 16), bench.met[rows])))
+        for op, picks in routings:
+            prepare = prepare_with(picks)
+            peers = {
+                "Triton MXFP4, grouped": tuned_mixture(rows, prepare(rows)),
+                "PyTorch grouped_mm bf16": wide,
+            }
+            for peer, call in peers.items():
+                bench.measure(op, peer, rows, work(rows, picks), prepare, call, turns)
 
 
 def op_head(bench):
@@ -807,28 +835,28 @@ def op_layer(bench):
     """The quickest peer of each operator, one behind the other, four layers a graph. Norms, rotations, roundings, stores and
     the choice of experts between them are left out, and the index."""
     for rows in [rows for rows in bench.rows if rows <= 128]:
-        missing = sorted({op for op in LAYER if (op, rows) not in bench.best})
+        as_slice = ("experts, as in the slice", rows) in bench.best
+        ops = [f"{op}, as in the slice" if op == "experts" and as_slice else op for op in LAYER]
+        missing = sorted({op for op in ops if (op, rows) not in bench.best})
         if missing:
             print(f"(layer, {rows} rows: not without {', '.join(missing)})", flush=True)
             continue
-        parts = [bench.best[op, rows] for op in LAYER]
-        calls = [part[2] for part in parts]
+        parts = [bench.best[op, rows] for op in ops]
 
-        def layer(turn, calls=calls):
-            for index, of_part in enumerate(calls):
-                out = of_part[turn % len(of_part)]()
-            return out
+        def layer(turn, parts=parts):
+            for _, _, calls, *_ in parts:
+                calls[turn % len(calls)]()
 
         try:
             seconds = timed([lambda turn=turn: layer(turn) for turn in range(4)])
         except Exception as error:  # noqa: BLE001 - said, and the others go on
             bench.refuse("layer", "the quickest of each", rows, error)
             continue
-        size = sum(part[3] for part in parts)
-        floor = sum(max(part[3] / BYTES_A_SECOND, part[4] / OPERATIONS_A_SECOND) for part in parts)
-        chosen = {op: bench.best[op, rows][1] for op in LAYER}
-        operations = floor * OPERATIONS_A_SECOND
-        bench.report("layer", "the quickest of each", rows, seconds, 0 * size, operations, "-", parts=chosen)
+        floor = sum(max(size / BYTES_A_SECOND, operations / OPERATIONS_A_SECOND) for *_, size, operations in parts)
+        chosen = {op: {"peer": part[1], "us": part[0] * 1e6} for op, part in zip(ops, parts)}
+        more = {"parts": chosen, "as_slice": as_slice}
+        bench.best["layer", rows] = (seconds,)
+        bench.report("layer", "the quickest of each", rows, seconds, floor * BYTES_A_SECOND, 0, "-", **more)
 
 
 HEADING = """
@@ -891,17 +919,29 @@ def selftest():
     weight, shared = torch.rand(3, 2, device=DEVICE), random_bf16(3, outputs)
     chosen = pairs[lists["place"].long()].view(3, 2, outputs).float()
     near(mixed(pairs, lists, weight, shared), (chosen * weight[..., None]).sum(1) + shared.float())
-    bench = Bench(TINY, [1, 4])
+    bench = Bench(TINY, [1, 4], met={4: 3})
+    met = drawn_picks(bench, 3, 4, 3)
+    assert all(met[turn].unique().numel() <= 4 for turn in range(3)), met
     q = random_bf16(3, TINY.heads, TINY.head_dim)
     index = torch.randint(0, TINY.cached, (3, TINY.keys), device=DEVICE)
     found = [attend(q, index) for attend in attention_peers(bench).values()]
     near(found[0], found[1], 3e-2)
     left_out = run(bench, ALL_OPS.split(","))
-    missing = [op for op in LAYER for rows in bench.rows if (op, rows) not in bench.best]
+    missing = [op for op in (*LAYER, "layer") for rows in bench.rows if (op, rows) not in bench.best]
     assert not left_out and not missing, (left_out, missing)
     hasty = Bench(TINY, [1], seconds=0)
     assert run(hasty, ["dense", "experts"]) == ["dense", "experts"] and not hasty.best
     print("selftest passed")
+
+
+def met_in(path):
+    """Distinct experts of a layer by rows; nothing where there is no such record."""
+    if not path or not os.path.exists(path):
+        return {}
+    with open(path) as file:
+        found = {row["name"]: row["samples"] for row in json.load(file)["rows"]}
+    names = {rows: found.get(f"decode, {rows} rows: experts chosen") for rows in range(1, 129)}
+    return {rows: statistics.median(samples) for rows, samples in names.items() if samples}
 
 
 def main():
@@ -910,6 +950,7 @@ def main():
     parser.add_argument("--rows", default="1,4,6,16,32,128")
     parser.add_argument("--output", help="writes a JSON record a line to this file")
     parser.add_argument("--seconds", type=float, help="how long all of it may take, about")
+    parser.add_argument("--slice", help="a record of `bench slice`: the layer meets as many experts as there")
     parser.add_argument("--selftest", action="store_true", help="right or wrong at tiny shapes")
     options = parser.parse_args()
     if options.selftest:
@@ -917,8 +958,11 @@ def main():
     if not CUDA:
         sys.exit("no GPU (use TRITON_INTERPRET=1 --selftest for a correctness check)")
     torch.manual_seed(0)
+    # Of the compiler about itself; the output is Markdown.
+    warnings.filterwarnings("ignore")
     torch._dynamo.config.recompile_limit = 64
-    bench = Bench(Sizes(), [int(rows) for rows in options.rows.split(",")], options.output, options.seconds)
+    rows = [int(rows) for rows in options.rows.split(",")]
+    bench = Bench(Sizes(), rows, options.output, options.seconds, met_in(options.slice))
     machine = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
     print(f"{machine}")
     bench.record(machine=machine, cublas=torch.version.cuda)

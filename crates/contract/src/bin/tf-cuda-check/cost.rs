@@ -14,9 +14,9 @@ use crate::attention::Attention;
 use crate::linears::{Case, Weights};
 use crate::speed::{HIDDEN, INTERMEDIATE, Timer, random_rows};
 
-/// Of linears and attention, and of experts; the last are a prompt's.
+/// The last are a prompt's.
 const ROWS: [usize; 6] = [1, 6, 16, 32, 128, PROMPT];
-const EXPERT_ROWS: [usize; 5] = [1, 6, 32, 128, PROMPT];
+
 const PROMPT: usize = 2048;
 /// Parts that the columns are cut into, at most.
 const PARTS_MAX: usize = 20;
@@ -110,7 +110,7 @@ impl Timer<'_> {
 
     pub(crate) fn expert_cost(&mut self) -> Result<()> {
         let weights = self.release_experts()?;
-        for rows in EXPERT_ROWS {
+        for rows in ROWS {
             let calls = if rows > 64 { 4 } else { 16 };
             let mut routed = self.routed(rows, calls)?;
             let mut times = Vec::new();
