@@ -11,6 +11,10 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
 
+use crate::beside;
+
+/// The first lines of a report.
+const HEAD: &str = "# This machine's GPU\n\n| step | result | seconds | record |\n| --- | --- | --- | --- |\n";
 /// How often a step is looked at.
 const PAUSE: Duration = Duration::from_millis(50);
 
@@ -117,8 +121,11 @@ const STEPS: &[Step] = &[
         name: "peers",
         record: "peers.jsonl",
         is_markdown: true,
-        minutes: 20,
-        ..step("Ceilings and peers (PyTorch, Triton)", "python3", &["tools/peers.py", "--output", "{}/peers.jsonl"])
+        ..step(
+            "Ceilings and peers (PyTorch, Triton)",
+            "python3",
+            &["tools/peers.py", "--seconds", "150", "--slice", "{}/slice.json", "--output", "{}/peers.jsonl"],
+        )
     },
 ];
 
@@ -185,9 +192,10 @@ fn report(steps: &[&Step], folder: &Path, binaries: &Path) -> Result<()> {
         let fence = if step.is_markdown { "" } else { "```text\n" };
         let end = if step.is_markdown { "" } else { "```\n" };
         writeln!(parts, "\n## {}\n\n`{command}`\n\n{fence}{}{end}", step.title, output.trim_start())?;
-        let head = "# This machine's GPU\n\n| step | result | seconds | record |\n| --- | --- | --- | --- |\n";
-        fs::write(folder.join("report.md"), format!("{head}{rows}{parts}"))?;
+        fs::write(folder.join("report.md"), format!("{HEAD}{rows}{parts}"))?;
     }
+    let beside = beside::section(folder)?.unwrap_or_default();
+    fs::write(folder.join("report.md"), format!("{HEAD}{rows}{beside}{parts}"))?;
     println!("{}", folder.join("report.md").display());
     match failed {
         0 => Ok(()),

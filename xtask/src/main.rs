@@ -1,6 +1,7 @@
 //! The project's own tasks: `cargo xtask TASK`. Knows how to run things; decides nothing about the product.
 
 mod aarch64;
+mod beside;
 mod check;
 mod cubins;
 mod darwin;
