@@ -72,17 +72,19 @@ struct Figures {
 pub fn section(folder: &Path) -> Result<Option<String>> {
     let figures = Figures::read(folder);
     let mut text = String::new();
+    if let Some(picture) = figures.picture() {
+        let path = folder.join(PICTURE);
+        fs::write(&path, picture).with_context(|| format!("cannot write {}", path.display()))?;
+        writeln!(text, "\n![part of the floor by operator]({PICTURE})")?;
+    }
     let table = figures.table();
     if !table.is_empty() {
-        let path = folder.join(PICTURE);
-        fs::write(&path, figures.picture()).with_context(|| format!("cannot write {}", path.display()))?;
         text += "\n## Beside peers\n\nBoth of this run. The floor: packed bytes over 4.3 TB/s, or operations over 790 TFLOP/s. \
                  Ours keeps every row's bits whatever its\ncompany; of a peer's first row it is said whether its bits are the \
                  same alone and together. The quickest is often cuBLASLt on\ninputs rounded to FP8 with one scale a tensor: as \
                  many bytes, other products, twice the arithmetic peak; where it is, the quickest\nof the products that the \
                  release asks for (bf16 inputs, the weights' own values) stands beside it. A layer of peers is the quickest\n\
                  of each operator with nothing between them: no norm, rotation, rounding, store or index.\n\n";
-        writeln!(text, "![fraction of the floor by operator]({PICTURE})\n")?;
         text += &table;
     }
     text += &figures.prices();
@@ -261,20 +263,25 @@ impl Figures {
     }
 
     /// Bars of ours and ticks of the quickest peer's, as parts of the floor.
-    fn picture(&self) -> String {
+    fn picture(&self) -> Option<String> {
         let (mut bars, mut y) = (String::new(), TOP + 8.0);
         for op in OPS {
+            let ours = |rows: u64| self.ours.get(&(op.to_owned(), rows));
             let shown: Vec<_> =
-                SHOWN.iter().filter_map(|(rows, colour)| Some((*colour, self.pair(op, *rows)?))).collect();
+                SHOWN.iter().filter_map(|(rows, colour)| Some((*rows, *colour, ours(*rows)?))).collect();
             let middle = y + BAR * shown.len() as f64 / 2.0 + 4.0;
-            for (colour, (ours, best)) in &shown {
-                bars += &bar(y, colour, [ours.us, best.us].map(|us| ours.floor / us));
+            for (rows, colour, ours) in &shown {
+                let peer = self.quickest(op, *rows, |_| true).map(|peer| ours.floor / peer.us);
+                bars += &bar(y, colour, ours.floor / ours.us, peer);
                 y += BAR;
             }
             if !shown.is_empty() {
                 bars += &format!("<text x='{}' y='{middle}' text-anchor='end'>{op}</text>\n", LEFT - 8.0);
                 y += 8.0;
             }
+        }
+        if bars.is_empty() {
+            return None;
         }
         let mut axes = String::new();
         for quarter in 0..=4 {
@@ -290,12 +297,12 @@ impl Figures {
         }
         axes += &format!("<rect x='{}' y='9' width='2.5' height='14' fill='{TICK}'/>\n", LEFT + 285.0);
         axes += &format!("<text x='{}' y='20'>quickest peer, part of the same floor</text>\n", LEFT + 294.0);
-        format!(
+        Some(format!(
             "<svg xmlns='http://www.w3.org/2000/svg' width='740' height='{0}' viewBox='0 0 740 {0}'>\n\
              <style>text {{ font: 12px sans-serif }} text.n {{ font-size: 10px; fill: #555 }}</style>\n\
              <rect width='740' height='{0}' fill='white'/>\n{axes}{bars}</svg>\n",
             y + 8.0
-        )
+        ))
     }
 }
 
@@ -307,10 +314,14 @@ const BAR: f64 = 11.0;
 const MOST: f64 = 1.1;
 const TICK: &str = "#d94801";
 
-fn bar(y: f64, colour: &str, [ours, peer]: [f64; 2]) -> String {
-    let [long, tick] = [ours, peer].map(|fraction| fraction.clamp(0.0, MOST) * WIDTH / MOST);
-    let mut text = format!("<rect x='{LEFT}' y='{y}' width='{long:.1}' height='{}' fill='{colour}'/>\n", BAR - 2.0);
-    text += &format!("<rect x='{:.1}' y='{}' width='2.5' height='{BAR}' fill='{TICK}'/>\n", LEFT + tick - 1.0, y - 1.0);
+fn bar(y: f64, colour: &str, ours: f64, peer: Option<f64>) -> String {
+    let length = |fraction: f64| fraction.clamp(0.0, MOST) * WIDTH / MOST;
+    let (long, high) = (length(ours), BAR - 2.0);
+    let mut text = format!("<rect x='{LEFT}' y='{y}' width='{long:.1}' height='{high}' fill='{colour}'/>\n");
+    if let Some(peer) = peer {
+        let (x, y) = (LEFT + length(peer) - 1.0, y - 1.0);
+        text += &format!("<rect x='{x:.1}' y='{y}' width='2.5' height='{BAR}' fill='{TICK}'/>\n");
+    }
     text += &format!("<text class='n' x='{}' y='{}'>{ours:.2}</text>\n", LEFT + WIDTH + 8.0, y + 8.0);
     text
 }
@@ -372,7 +383,7 @@ mod tests {
         );
         assert!(text.contains("| 1 | 2 | 62.5 | 61.5 | 1.6 % | 100.0 | 1.0 % |"), "{text}");
         let picture = fs::read_to_string(folder.join(PICTURE)).unwrap();
-        assert_eq!(picture.matches(TICK).count(), 1 + 3, "the legend's and one for each operator at 1 row");
+        assert_eq!(picture.matches(TICK).count(), 1 + 3, "the legend's and one for each peer at 1 row");
         assert!(picture.contains(">0.80</text>") && picture.ends_with("</svg>\n"));
         fs::remove_dir_all(folder).unwrap();
     }
@@ -386,6 +397,10 @@ mod tests {
         let alone = folder("alone", &[("peers.jsonl", PEERS)]);
         assert_eq!(section(&alone).unwrap(), None, "nothing of ours");
         assert!(!alone.join(PICTURE).exists());
+        fs::remove_file(alone.join("peers.jsonl")).unwrap();
+        fs::write(alone.join("slice.json"), SLICE).unwrap();
+        let ours = section(&alone).unwrap().unwrap();
+        assert!(ours.contains(PICTURE) && !ours.contains("Beside peers"), "{ours}");
         for folder in [nothing, else_where, alone] {
             fs::remove_dir_all(folder).unwrap();
         }
