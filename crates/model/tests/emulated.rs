@@ -3,25 +3,16 @@
 mod common;
 mod goldens;
 mod production;
+#[path = "../../metal-emulator/tests/common/ready.rs"]
+mod ready;
 
-use production::{Case, tiny_a};
+use production::{Case, law_tests, tiny_a};
 use tf_device::Device;
-use tf_metal_emulator::{COMPILER, INSTALL, compiler_found};
 use tf_model::deepseek_v41::laws::{Extent, LAWS, Law};
 use tf_model::deepseek_v41::{DeepseekV41, Fault, Options};
 
-/// Whether kernels can be built. Without the compiler a test skips, with its reason; in CI it fails.
 fn is_ready() -> bool {
-    if !cfg!(all(target_arch = "x86_64", target_os = "linux")) {
-        eprintln!("SKIPPED 1 test: the emulator runs on x86-64 Linux only");
-        return false;
-    }
-    if compiler_found() {
-        return true;
-    }
-    assert!(std::env::var("CI").as_deref() != Ok("true"), "{COMPILER} is missing; {INSTALL}");
-    eprintln!("SKIPPED 1 test: {COMPILER} is missing; {INSTALL}");
-    false
+    ready::ready("the model on the emulated device")
 }
 
 fn device() -> Device {
@@ -54,37 +45,4 @@ fn check(title: &str) {
     }
 }
 
-#[test]
-fn company_does_not_change_a_sequence() {
-    check("a row in company = the row alone");
-}
-
-#[test]
-fn drafts_never_change_a_reply() {
-    check("drafted = undrafted");
-}
-
-#[test]
-fn rejected_drafts_leave_no_trace() {
-    check("rejected drafts leave no trace");
-}
-
-#[test]
-fn a_shared_round_draws_what_each_sequence_draws_alone() {
-    check("draws in company = draws alone");
-}
-
-#[test]
-fn resumed_sequences_go_on_with_the_same_bits() {
-    check("resumed = fresh");
-}
-
-#[test]
-fn any_split_of_a_sequence_gives_the_same_bits() {
-    check("any split = whole");
-}
-
-#[test]
-fn the_halo_skips_rows_and_changes_nothing() {
-    check("the halo skips rows and no bits");
-}
+law_tests!();

@@ -7,6 +7,8 @@ pub enum Fault {
     None,
     /// Ring records that a rejected row left behind are not overwritten.
     StaleRing,
+    /// The same of the draft head's rings.
+    StaleDrafts,
     /// Token ids that a rejected row left behind stay in the n-gram history.
     StaleTokens,
     /// Raw pair rows are not kept from round to round.
@@ -23,4 +25,6 @@ pub enum Fault {
     SnapshotShort,
     /// Drafting overwrites a record of the target's window.
     DraftWrites,
+    /// A pass of the draft head reads the rings of its first slot for all of them.
+    DraftSlot,
 }

@@ -259,6 +259,15 @@ fn tap(
         },
     )?;
     if index + 1 == shape.dspark_target_layer_ids.len() {
+        let stale;
+        let set = match round.fault {
+            Fault::StaleDrafts => {
+                stale_windows(set, round.cache, round.ring_windows);
+                stale = RowSet { rows: set.rows.clone(), windows: round.ring_windows.clone() };
+                &stale
+            }
+            _ => set,
+        };
         draft::ingest(step, &weights.draft, draft, set, round.cache)?;
     }
     Ok(())
@@ -609,7 +618,7 @@ pub(super) fn attend(
 fn write_ring(step: &mut Step<'_>, round: &mut Round<'_>, layer: usize, keys: &RowSet) -> Result<(), LaunchError> {
     let windows = match round.fault {
         Fault::StaleRing => {
-            stale_windows(keys, round);
+            stale_windows(keys, round.cache, round.ring_windows);
             &*round.ring_windows
         }
         _ => &keys.windows,
@@ -627,11 +636,11 @@ fn write_ring(step: &mut Step<'_>, round: &mut Round<'_>, layer: usize, keys: &R
 }
 
 /// Leaves out the positions that a rejected row has written before.
-fn stale_windows(keys: &RowSet, round: &mut Round<'_>) {
-    round.ring_windows.clear();
+fn stale_windows(keys: &RowSet, cache: &Cache, left: &mut Vec<WindowInfo>) {
+    left.clear();
     for window in &keys.windows {
-        let written = round.cache.written(window.slot).saturating_sub(window.start).min(window.row_count);
-        round.ring_windows.push(WindowInfo {
+        let written = cache.written(window.slot).saturating_sub(window.start).min(window.row_count);
+        left.push(WindowInfo {
             slot: window.slot,
             start: window.start + written,
             first_row: window.first_row + written,

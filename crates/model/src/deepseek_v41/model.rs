@@ -383,8 +383,9 @@ impl DeepseekV41 {
         self.queue.submit()?;
         let (shape, tables) = (&self.shape, &self.tables);
         let mut step = Step { shape, tables, queue: &mut self.queue, scratch: &mut self.scratch };
+        let first = (self.options.fault == Fault::DraftSlot).then_some(wanted[0].slot.0);
         let anchors = wanted.iter().map(|request| Anchor {
-            slot: request.slot.0,
+            slot: first.unwrap_or(request.slot.0),
             token: request.anchor,
             position: request.position,
         });

@@ -1,5 +1,5 @@
 //! What the tests of the production model share: two checkpoints, and small loops over the model that return bits.
-#![allow(dead_code, unused_imports, reason = "each test binary uses a part")]
+#![allow(dead_code, unused_imports, unused_macros, reason = "each test binary uses a part")]
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -146,3 +146,35 @@ pub fn reply(
 ) -> Reply {
     loops::reply(model, prompt, count, sampling, drafter, chunk).expect("the forward runs")
 }
+
+/// A test for each law that says something about any device. The program's `check` takes a law's title.
+macro_rules! law_tests {
+    () => {
+        $crate::production::law_tests! {
+            company_does_not_change_a_sequence: "a row in company = the row alone",
+            drafts_never_change_a_reply: "drafted = undrafted",
+            rejected_drafts_leave_no_trace: "rejected drafts leave no trace",
+            a_shared_round_draws_what_each_sequence_draws_alone: "draws in company = draws alone",
+            slots_of_one_pass_get_the_drafts_that_each_gets_alone: "drafts in company = drafts alone",
+            the_engine_serves_what_each_request_gets_alone: "served any way = served alone",
+            resumed_sequences_go_on_with_the_same_bits: "resumed = fresh",
+            any_split_of_a_sequence_gives_the_same_bits: "any split = whole",
+            the_halo_skips_rows_and_changes_nothing: "the halo skips rows and no bits",
+        }
+    };
+    ($($test:ident: $title:literal,)*) => {
+        $(
+            #[test]
+            fn $test() {
+                check($title);
+            }
+        )*
+
+        #[test]
+        fn every_law_of_a_device_is_run_by_a_test() {
+            let titles: Vec<&str> = LAWS.iter().filter(|law| !law.cpu_only).map(|law| law.title).collect();
+            assert_eq!(titles, [$($title),*], "a new law must get a test");
+        }
+    };
+}
+pub(crate) use law_tests;

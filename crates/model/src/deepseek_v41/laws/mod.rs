@@ -4,6 +4,7 @@
 //! A law says what it exercised and fails when that was nothing. All but one know no scheduling: they are the bottom of
 //! what the engine stands on; the other runs the engine itself.
 
+mod drafts;
 pub mod loops;
 mod served;
 
@@ -229,6 +230,13 @@ pub const LAWS: &[Law] = &[
         title: "draws in company = draws alone",
         run: drawn_together,
         faults: &[Fault::RowCount],
+        cpu_only: false,
+    },
+    Law {
+        id: "L2",
+        title: "drafts in company = drafts alone",
+        run: drafts::together,
+        faults: &[Fault::StaleDrafts, Fault::DraftSlot],
         cpu_only: false,
     },
     Law {

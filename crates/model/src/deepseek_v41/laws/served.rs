@@ -11,8 +11,10 @@ use tf_engine::{DraftPolicy, DraftSource, EngineLimits, Forcing, Priority, Reaso
 use super::{Evidence, Fault, Subject, samplings};
 
 /// How requests are served: drafts from the head, from the context, slots, prompt rows a round, bytes for prefixes.
-const SERVINGS: [(bool, bool, u32, u32, u64); 3] =
-    [(true, true, 3, 7, 1 << 24), (false, true, 2, 64, 0), (true, false, 2, 5, 1 << 24)];
+type Serving = (bool, bool, u32, u32, u64);
+const SERVINGS: [Serving; 3] = [(true, true, 3, 7, 1 << 24), (false, true, 2, 64, 0), (true, false, 2, 5, 1 << 24)];
+/// The one serving of an emulated device: more requests than slots, so that one in the background gives way.
+const LEAST: Serving = (true, true, 2, 7, 1 << 24);
 
 /// Six requests: prompts that repeat themselves and share prefixes, greedy and sampled, some with given tokens, some in
 /// the background.
@@ -20,7 +22,7 @@ fn requests(subject: &Subject) -> Vec<Request> {
     let samplings = samplings();
     let tokens = &subject.tokens;
     let make = |index: usize| {
-        let mut prompt = tokens[..21 + 6 * index].to_vec();
+        let mut prompt = tokens[..21 + subject.extent.pick(2, 6, 6) * index].to_vec();
         prompt.extend_from_slice(&tokens[index..18]);
         let forcing = |budget| {
             let closing = vec![tokens[150], tokens[149], tokens[151]];
@@ -37,7 +39,7 @@ fn requests(subject: &Subject) -> Vec<Request> {
             logprobs: Some(2),
             forcing: if index % 2 == 1 { forcing(4 + index as u32) } else { None },
             priority: if index.is_multiple_of(3) { Priority::Background } else { Priority::Foreground },
-            ..Request::greedy(&prompt, 26)
+            ..Request::greedy(&prompt, subject.extent.pick(12, 26, 26))
         }
     };
     (0..6).map(make).collect()
@@ -62,7 +64,8 @@ pub(super) fn served(subject: &Subject, fault: Fault) -> Result<Evidence, String
         let (records, _) = serve(&mut *model, EngineLimits { slots: 1, ..limits }, &[(0, alone)])?;
         wanted.extend(records.iter().map(heard));
     }
-    for (head, copy, slots, prompt_chunk, prefix_cache_bytes) in SERVINGS {
+    let servings = subject.extent.pick(&[LEAST][..], &SERVINGS, &SERVINGS);
+    for &(head, copy, slots, prompt_chunk, prefix_cache_bytes) in servings {
         let draft = DraftPolicy { head, copy, adaptive: false, ..limits.draft };
         let limits = EngineLimits { slots, prompt_chunk, prefix_cache_bytes, draft, ..limits };
         let arrivals: Vec<(u64, Request)> = (0..).step_by(3).zip(requests.iter().cloned()).collect();
