@@ -128,7 +128,7 @@ pub fn report(
 fn edited_bytes(contract: &Contract) -> usize {
     let edits = contract.edits.iter().map(|control| match control.plant {
         Plant::Edit { backend: gpu::Backend::Cuda, source, .. } => source.len(),
-        Plant::Edit { .. } | Plant::Arguments | Plant::Outcome(_) => 0,
+        Plant::Edit { .. } | Plant::Simdgroups(_) | Plant::Arguments | Plant::Outcome(_) => 0,
     });
     edits.sum()
 }

@@ -37,6 +37,12 @@ pub fn run_on(contract: &Contract, cases: &[Case], control: &Control, seed: u64,
             Err(text) => Verdict::Missed(text),
         };
     }
+    if let Plant::Simdgroups(count) = control.plant {
+        return match queues.target.crowded(count) {
+            Ok(target) => search(contract, cases, control, Planted::NONE, seed, &mut Queues::new(target)),
+            Err(text) => Verdict::Skipped(text),
+        };
+    }
     let Some(planted) = Planted::of(control) else { return Verdict::Missed("it is planted nowhere".to_owned()) };
     search(contract, cases, control, planted, seed, queues)
 }

@@ -2,7 +2,7 @@
 
 use crate::controls::apply_edit;
 use crate::limits::{CudaLaunch, NVIDIA, cuda_problems};
-use crate::target::{Bench, Target};
+use crate::target::{Bench, Changed, Target};
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use tf_device::Device;
@@ -64,7 +64,7 @@ impl Bench for Cuda {
         &self.devices
     }
 
-    fn edited(&self, source: &'static str, text: String) -> Result<Device, String> {
+    fn edited(&self, source: &'static str, text: String) -> Result<Changed, String> {
         let programs = cubins::programs_of(source);
         if programs.is_empty() {
             return Err("no CUDA program has this source".to_owned());
@@ -86,7 +86,8 @@ impl Bench for Cuda {
                 }
             }
         };
-        device_on_trial(0, find, Trial::default()).map_err(|error| error.to_string())
+        let device = device_on_trial(0, find, Trial::default()).map_err(|error| error.to_string())?;
+        Ok((device, Arc::new(Vec::new)))
     }
 
     fn prepare(&self, contract: &Contract) {

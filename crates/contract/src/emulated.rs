@@ -1,7 +1,7 @@
 //! Metal kernels on the emulator: where no Apple chip is at hand, every launch is watched instead.
 
 use crate::limits::{MetalLaunch, apple_problems};
-use crate::target::{Bench, Target};
+use crate::target::{Bench, Changed, Target};
 use std::sync::Arc;
 use tf_device::Device;
 use tf_metal_emulator::{Launched, Log, Order, Schedule, Settings, device_of};
@@ -53,11 +53,13 @@ impl Bench for Emulated {
         &self.devices
     }
 
-    fn edited(&self, source: &'static str, text: String) -> Result<Device, String> {
+    fn edited(&self, source: &'static str, text: String) -> Result<Changed, String> {
         // SIMD groups that have no item are there as well.
-        let (simdgroups, schedules) = (Some(3), WAYS[0].2);
-        let settings = Settings { schedules, simdgroups, edit: Some((source, text)), log: None };
-        device_of(settings).map_err(|error| error.to_string())
+        changed(Some(3), Some((source, text)))
+    }
+
+    fn crowded(&self, simdgroups: u32) -> Option<Result<Changed, String>> {
+        Some(changed(Some(simdgroups), None))
     }
 
     fn is_defect(&self, error: &str) -> bool {
@@ -77,9 +79,20 @@ impl Bench for Emulated {
     }
 
     fn limit_problems(&self) -> Vec<String> {
-        let launched = self.log.launches();
-        launched.iter().flat_map(|launched| apple_problems(launched.entry, &asked(launched))).collect()
+        problems(&self.log)
     }
+}
+
+/// A device for a control, with a log of its own.
+fn changed(simdgroups: Option<u32>, edit: Option<(&'static str, String)>) -> Result<Changed, String> {
+    let log = Log::default();
+    let settings = Settings { schedules: WAYS[0].2, simdgroups, edit, log: Some(log.clone()) };
+    let device = device_of(settings).map_err(|error| error.to_string())?;
+    Ok((device, Arc::new(move || problems(&log))))
+}
+
+fn problems(log: &Log) -> Vec<String> {
+    log.launches().iter().flat_map(|launched| apple_problems(launched.entry, &asked(launched))).collect()
 }
 
 /// A launch as the table of limits sees it.

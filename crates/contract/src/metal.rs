@@ -1,7 +1,7 @@
 //! Metal kernels on the GPU of this Mac. Compiled and linked on Linux too; **not run on Apple hardware**.
 
 use crate::limits::{MetalLaunch, apple_problems};
-use crate::target::{Bench, Target};
+use crate::target::{Bench, Changed, Target};
 use std::sync::{Arc, PoisonError};
 use tf_device::Device;
 use tf_device::apple::entry::{Launched, Log};
@@ -51,10 +51,13 @@ impl Bench for Metal {
         &self.devices
     }
 
-    fn edited(&self, source: &'static str, text: String) -> Result<Device, String> {
+    fn edited(&self, source: &'static str, text: String) -> Result<Changed, String> {
+        let log = Log::default();
         // SIMD groups that have no item are there as well.
-        let choices = Choices { simdgroups: Some(3), edit: Some((source, text)), ..Choices::default() };
-        device(choices).map_err(|error| error.to_string())
+        let (simdgroups, edit) = (Some(3), Some((source, text)));
+        let choices = Choices { simdgroups, edit, log: Some(log.clone()), ..Choices::default() };
+        let device = device(choices).map_err(|error| error.to_string())?;
+        Ok((device, Arc::new(move || problems(&log))))
     }
 
     fn is_defect(&self, error: &str) -> bool {
@@ -75,9 +78,17 @@ impl Bench for Metal {
     }
 
     fn limit_problems(&self) -> Vec<String> {
-        let launched = self.log.lock().unwrap_or_else(PoisonError::into_inner);
-        launched.iter().flat_map(|launched| apple_problems(launched.entry, &asked(launched))).collect()
+        problems(&self.log)
     }
+}
+
+fn problems(log: &Log) -> Vec<String> {
+    let launched = log.lock().unwrap_or_else(PoisonError::into_inner);
+    let each = launched.iter().flat_map(|launched| {
+        let refused = launched.refusal.iter().map(|text| format!("{}: no pipeline here: {text}", launched.entry));
+        refused.chain(apple_problems(launched.entry, &asked(launched)))
+    });
+    each.collect()
 }
 
 fn asked(launched: &Launched) -> MetalLaunch {

@@ -57,7 +57,8 @@ neighbours, threads, instruction sets), **memory** (it touches only what it owns
 the controls named here every kernel carries the standard ones: the last bit follows the row count or the thread count, a
 row takes in its neighbour times zero, a byte is written in front of or behind the output, the last element is left out, an
 input is written, what the output held is added, the result follows the number of launches before. Edits of a source run
-where that source does.
+where that source does. Controls of the **limits** show that a launch which asks for more than a chip takes is counted as a
+limit problem, also where it fails for that reason.
 
 U is the unit roundoff of float32, 2^-24. Sizes are elements; activations are float32 buffers holding bf16 values wherever
 the release rounds to bf16.

@@ -90,12 +90,12 @@ pub struct Planted {
 impl Planted {
     pub const NONE: Planted = Planted { fault: Fault::NONE, tamper: None };
 
-    /// `None` for an edit of source text, which is no matter of a running kernel.
+    /// `None` for what is no matter of a running kernel: its source's text, its launches' geometry.
     pub fn of(control: &Control) -> Option<Planted> {
         match control.plant {
             Plant::Arguments => Some(Planted { fault: Fault::named(control.name), tamper: None }),
             Plant::Outcome(tamper) => Some(Planted { fault: Fault::NONE, tamper: Some(tamper) }),
-            Plant::Edit { .. } => None,
+            Plant::Edit { .. } | Plant::Simdgroups(_) => None,
         }
     }
 }
@@ -245,6 +245,7 @@ pub fn check(gate: Gate, probe: &mut Probe<'_>) -> Result<(), Failure> {
         Gate::Geometry => crate::gates::geometry::check(probe),
         Gate::Memory => crate::gates::memory::check(probe),
         Gate::Repeat => crate::gates::repeat::check(probe),
+        Gate::Limits => crate::gates::limits::check(probe),
     }?;
     if probe.tally.compared == 0 {
         return Err(Failure::Broken("nothing was compared".to_owned()));

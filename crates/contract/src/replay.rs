@@ -47,7 +47,7 @@ impl Replay {
         let wrong = || format!("--replay {text:?}: expected KERNEL:CASE:GATE:SEED, as a failing case prints it");
         let parts: Vec<&str> = text.splitn(5, ':').collect();
         let [kernel, case, gate, seed, control @ ..] = &parts[..] else { return Err(wrong()) };
-        let gate = Gate::ALL.into_iter().find(|known| known.name() == *gate).ok_or_else(wrong)?;
+        let gate = Gate::ALL.into_iter().chain([Gate::Limits]).find(|known| known.name() == *gate).ok_or_else(wrong)?;
         Ok(Replay {
             kernel: (*kernel).to_owned(),
             case: (*case).to_owned(),

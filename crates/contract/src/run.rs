@@ -363,6 +363,7 @@ pub fn replay(contracts: &[Contract], target: &Target, replay: &Replay) -> Resul
             Plant::Edit { source, find, replace, .. } => {
                 target = target.edited(source, controls::apply_edit(source, find, replace)?)?;
             }
+            Plant::Simdgroups(count) => target = target.crowded(count)?,
             Plant::Arguments | Plant::Outcome(_) => planted = Planted::of(control).unwrap_or_default(),
         }
     }

@@ -5,7 +5,7 @@
 
 use crate::probe::{Failure, Planted, Probe, Queues, Tally, check};
 use crate::run::SEEDS;
-use crate::target::{Bench, Target};
+use crate::target::{Bench, Changed, Target};
 use std::sync::Arc;
 use tf_device::Device;
 use tf_kernels::contract::{Case, Contract, Gate};
@@ -80,7 +80,7 @@ impl Bench for Opened {
         &self.devices
     }
 
-    fn edited(&self, _source: &'static str, _text: String) -> Result<Device, String> {
+    fn edited(&self, _source: &'static str, _text: String) -> Result<Changed, String> {
         Err("a device in use runs no edited sources".to_owned())
     }
 

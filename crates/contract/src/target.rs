@@ -11,6 +11,11 @@ use tf_numerics::lanes::Level;
 /// Locked by the process whose turn it is.
 const TURN: &str = "tensorfold-contract-turn";
 
+/// What the launches of a device asked for that some chip refuses.
+pub type Problems = Arc<dyn Fn() -> Vec<String> + Send + Sync>;
+/// A device for a control, and what its launches ask for.
+pub type Changed = (Device, Problems);
+
 /// What a GPU brings to the contract.
 pub trait Bench: Send + Sync {
     /// Its name in the report.
@@ -23,7 +28,13 @@ pub trait Bench: Send + Sync {
     ///
     /// # Errors
     /// Why it can't.
-    fn edited(&self, source: &'static str, text: String) -> Result<Device, String>;
+    fn edited(&self, source: &'static str, text: String) -> Result<Changed, String>;
+
+    /// A device whose launches have so many SIMD groups a threadgroup, for controls; `None` where each is cut to what the
+    /// chip takes.
+    fn crowded(&self, _simdgroups: u32) -> Option<Result<Changed, String>> {
+        None
+    }
 
     /// Does ahead, on the host, what the controls of a kernel will ask for.
     fn prepare(&self, _contract: &Contract) {}
@@ -53,7 +64,7 @@ pub trait Bench: Send + Sync {
     /// The largest size of a case that all gates run.
     fn size_max(&self) -> usize;
 
-    /// What the launches so far asked for that some chip refuses.
+    /// What the launches so far asked for that some chip refuses, launches that failed for it included.
     fn limit_problems(&self) -> Vec<String>;
 }
 
@@ -92,6 +103,10 @@ impl Target {
             Plant::Edit { backend, .. } => match self {
                 Target::Cpu => false,
                 Target::Gpu(bench) => bench.devices()[0].1.backend() == Some(backend),
+            },
+            Plant::Simdgroups(count) => match self {
+                Target::Cpu => false,
+                Target::Gpu(bench) => bench.crowded(count).is_some(),
             },
             Plant::Arguments | Plant::Outcome(_) => true,
         }
@@ -218,11 +233,18 @@ impl Target {
     pub fn edited(&self, source: &'static str, text: String) -> Result<Target, String> {
         match self {
             Target::Cpu => Err("edits of source text run on their own backend".to_owned()),
-            Target::Gpu(bench) => {
-                let device = bench.edited(source, text)?;
-                Ok(Target::Gpu(Arc::new(Edited { bench: bench.clone(), devices: [("edited", device)] })))
-            }
+            Target::Gpu(bench) => Ok(Edited::of(bench, bench.edited(source, text)?)),
         }
+    }
+
+    /// See [`Bench::crowded`].
+    ///
+    /// # Errors
+    /// Why there is no such device.
+    pub fn crowded(&self, simdgroups: u32) -> Result<Target, String> {
+        let Target::Gpu(bench) = self else { return Err("the CPU has no threadgroups".to_owned()) };
+        let device = bench.crowded(simdgroups).ok_or("this device cuts a launch to what it takes")?;
+        Ok(Edited::of(bench, device?))
     }
 
     /// See [`Bench::is_defect`].
@@ -250,10 +272,17 @@ impl Target {
     }
 }
 
-/// A bench whose one device runs an edited source.
+/// A bench whose one device runs an edited source, or launches of another geometry.
 struct Edited {
     bench: Arc<dyn Bench>,
     devices: [(&'static str, Device); 1],
+    problems: Problems,
+}
+
+impl Edited {
+    fn of(bench: &Arc<dyn Bench>, (device, problems): Changed) -> Target {
+        Target::Gpu(Arc::new(Edited { bench: bench.clone(), devices: [("edited", device)], problems }))
+    }
 }
 
 impl Bench for Edited {
@@ -263,7 +292,7 @@ impl Bench for Edited {
     fn devices(&self) -> &[(&'static str, Device)] {
         &self.devices
     }
-    fn edited(&self, source: &'static str, text: String) -> Result<Device, String> {
+    fn edited(&self, source: &'static str, text: String) -> Result<Changed, String> {
         self.bench.edited(source, text)
     }
     fn is_defect(&self, error: &str) -> bool {
@@ -279,6 +308,6 @@ impl Bench for Edited {
         self.bench.size_max()
     }
     fn limit_problems(&self) -> Vec<String> {
-        Vec::new()
+        (self.problems)()
     }
 }

@@ -81,7 +81,7 @@ pub struct Launched {
     pub argument_bytes: u32,
 }
 
-/// The launches of some devices, each kind once.
+/// The launches of some devices, each kind once; also those that were too much for a chip.
 #[derive(Clone, Debug, Default)]
 pub struct Log(Arc<Mutex<BTreeSet<Launched>>>);
 
@@ -98,7 +98,9 @@ impl Log {
 
 /// Whether the text of a launch's error says that the emulator has found a defect of the kernel.
 pub fn is_defect(error: &str) -> bool {
-    error.contains("Schedule {") || error.contains("the result depends on the order")
+    const WORDS: [&str; 4] =
+        ["Schedule {", "the result depends on the order", "; choose another geometry", ": threadgroup memory: "];
+    WORDS.iter().any(|words| error.contains(words))
 }
 
 /// A device that runs the families' `kernel.cu`, read from the sources beside this crate.
@@ -166,6 +168,19 @@ impl fmt::Debug for Emulated {
 impl Emulated {
     fn memory(&self) -> std::sync::MutexGuard<'_, Memory> {
         self.memory.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+
+    /// Records what a launch asks for, where somebody wants to know.
+    fn note(&self, call: &Call<'_>, threads: u32, threadgroup_bytes: u64) {
+        let Some(log) = &self.settings.log else { return };
+        log.note(Launched {
+            entry: call.entry,
+            threads,
+            threadgroup_bytes: u32::try_from(threadgroup_bytes).unwrap_or(u32::MAX),
+            // The constants are the last.
+            buffers: call.arguments.len() as u32 + 1,
+            argument_bytes: call.shape.len() as u32,
+        });
     }
 }
 
@@ -237,6 +252,10 @@ impl Driver for Emulated {
         let mut memory = self.memory();
         let given = memory.blocks.remove(&block.0).map_or(0, |bytes| bytes.len().next_multiple_of(ALIGNMENT));
         memory.bytes -= given as u64;
+    }
+
+    fn refused(&self, call: &Call<'_>) {
+        self.note(call, call.threads, u64::from(call.shared_bytes));
     }
 
     fn launch(&self, call: &Call<'_>) -> Result<(), LaunchError> {
@@ -322,7 +341,6 @@ fn run_call(
         });
     }
     arguments.push(run::Argument::Read(call.shape));
-    let buffers = arguments.len() as u32;
     let (groups, threads) = geometry(program, call, emulated.settings.simdgroups);
     let mut launch = run::Launch {
         kernel: call.entry,
@@ -338,14 +356,15 @@ fn run_call(
     for (span, block) in written {
         memory.blocks.insert(span.block.0, block);
     }
-    if let (Some(log), Ok(report)) = (&emulated.settings.log, &outcome) {
-        log.note(Launched {
-            entry: call.entry,
-            threads: call.threads,
-            threadgroup_bytes: report.threadgroup_bytes as u32,
-            buffers,
-            argument_bytes: call.shape.len() as u32,
-        });
+    // What is too much for a chip ends the launch and counts all the same.
+    let threadgroup_bytes = match &outcome {
+        Ok(report) => Some(report.threadgroup_bytes),
+        Err(RunError::Limit(_)) => Some(u64::from(call.shared_bytes)),
+        Err(RunError::Memory { found, .. }) => Some(*found),
+        Err(_) => None,
+    };
+    if let Some(bytes) = threadgroup_bytes {
+        emulated.note(call, threads, bytes);
     }
     wrong.map_or(Ok(outcome), Err)
 }

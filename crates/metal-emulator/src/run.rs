@@ -66,6 +66,9 @@ pub enum RunError {
     Constant { kernel: String, index: u32, what: String },
     #[error(transparent)]
     Limit(#[from] LimitError),
+    /// With the arrays that the kernel declares, as far as they were reached.
+    #[error("{kernel}: {text}")]
+    Memory { kernel: String, found: u64, text: String },
     #[error("{kernel}, {schedule:?}: {text}")]
     Defect { kernel: String, schedule: Schedule, text: String },
     #[error(
@@ -274,7 +277,11 @@ fn execute(
     if any && unsafe { dispatch(&mut request) } != 0 {
         let end = request.error.iter().position(|&byte| byte == 0).unwrap_or(request.error.len());
         let text = String::from_utf8_lossy(&request.error[..end]).into_owned();
-        return Err(RunError::Defect { kernel: launch.kernel.into(), schedule, text });
+        let (kernel, found) = (launch.kernel.into(), request.threadgroup_bytes);
+        return Err(match found > threadgroup_bytes_max {
+            true => RunError::Memory { kernel, found, text },
+            false => RunError::Defect { kernel, schedule, text },
+        });
     }
     let outputs = launch.arguments.iter().zip(mapped).map(|(argument, from)| match argument {
         Argument::Read(_) => None,

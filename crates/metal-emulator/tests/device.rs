@@ -4,7 +4,7 @@ mod common;
 
 use tf_device::gpu::{Argument, Backend, Binding, Call, Launch, Program, ShapeBytes, Span, Tuning, bytes_of};
 use tf_device::{Buffer, Device, LaunchError, Queue};
-use tf_metal_emulator::{Rigour, device_with};
+use tf_metal_emulator::{Log, Rigour, SCHEDULES, Settings, device_of, device_with};
 
 const SOURCE: &str = "
 #include <metal_stdlib>
@@ -166,6 +166,47 @@ fn what_can_not_run_is_refused_and_says_why() {
     assert!(matches!(launch(&SCALE, 32, 1 << 16), Err(LaunchError::Limit { max: 32768, .. })));
     let error = Buffer::zeroed(&device, 1 << 40).unwrap_err();
     assert!(matches!(error, LaunchError::DeviceMemory { bytes: 0x100_0000_0000, .. }), "{error}");
+}
+
+#[test]
+fn a_launch_that_is_too_much_for_a_chip_fails_and_is_recorded() {
+    if !common::ready("what is recorded of a launch") {
+        return;
+    }
+    // Through declared arrays, a threadgroup of 33 SIMD groups, and what a launch says itself.
+    let declared = SOURCE.replace(
+        "    if (i == 0) out[",
+        "    threadgroup float part[8193];\n    part[0] = 1.0f;\n    if (i == 0) out[",
+    );
+    let cases = [
+        (None, None, 32, 0, [32, 0]),
+        (None, Some(declared), 32, 0, [32, 32784]),
+        (Some(33), None, 32, 0, [1056, 0]),
+        (None, None, 1056, 0, [1056, 0]),
+        (None, None, 32, 32784, [32, 32784]),
+    ];
+    for (simdgroups, edit, threads, shared_bytes, wanted) in cases {
+        let log = Log::default();
+        let edit = edit.map(|text| (SOURCE, text));
+        let settings = Settings { schedules: &SCHEDULES[..1], simdgroups, edit, log: Some(log.clone()) };
+        let device = device_of(settings).expect("the compiler is installed");
+        let Device::Gpu(gpu) = &device else { panic!("the emulator is a GPU") };
+        let mut out = Buffer::zeroed(&device, 64).unwrap();
+        let (shape, bindings) = (ShapeBytes::new().uint(1).float(2.0), &mut [Binding::Write(&mut out)]);
+        let launch = Launch {
+            program: &SCALE,
+            entry: "beyond",
+            bindings,
+            shape: shape.bytes(),
+            groups: 1,
+            threads,
+            shared_bytes,
+        };
+        let launched = tf_device::gpu::GpuQueue::new(gpu).launch(launch);
+        assert_eq!(launched.is_ok(), wanted == [32, 0], "{wanted:?}: {launched:?}");
+        let found: Vec<_> = log.launches().iter().map(|asked| [asked.threads, asked.threadgroup_bytes]).collect();
+        assert_eq!(found, [wanted]);
+    }
 }
 
 #[test]

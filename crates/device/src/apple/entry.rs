@@ -21,6 +21,8 @@ pub struct Launched {
     pub buffers: u32,
     /// Of the constants, which are set without a buffer.
     pub argument_bytes: u32,
+    /// Why the chip made no pipeline of the kernel: what it declares may be too much. The figures are the launch's then.
+    pub refusal: Option<String>,
 }
 
 /// The launches of some devices, each kind once.

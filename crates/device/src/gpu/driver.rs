@@ -109,6 +109,9 @@ pub trait Driver: Debug + Send + Sync {
     /// collected before it.
     fn launch(&self, call: &Call<'_>) -> Result<(), LaunchError>;
 
+    /// Hears of a launch that is beyond the limits and will not come: for whoever counts what launches ask for.
+    fn refused(&self, _call: &Call<'_>) {}
+
     /// Copies between ranges that do not overlap, of equal length.
     ///
     /// # Errors

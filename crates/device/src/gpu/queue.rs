@@ -129,14 +129,23 @@ impl GpuQueue {
         let limits = self.limits();
         let rounded = threads.max(1).next_multiple_of(32) as usize;
         LaunchError::check_shape("the threads of a group", threads as usize, rounded)?;
-        LaunchError::check_limit("the threads of a group", threads as usize, limits.threads_max as usize)?;
-        LaunchError::check_limit("a group's memory", shared_bytes as usize, limits.shared_bytes_max as usize)?;
-        LaunchError::check_limit("the buffers of a launch", bindings.len() + 1, limits.buffers_max as usize)?;
         LaunchError::check_limit("the groups of a launch", groups as usize, i32::MAX as usize)?;
+        let taken = [
+            ("the threads of a group", threads as usize, limits.threads_max as usize),
+            ("a group's memory", shared_bytes as usize, limits.shared_bytes_max as usize),
+            ("the buffers of a launch", bindings.len() + 1, limits.buffers_max as usize),
+        ];
+        let taken = taken.into_iter().try_for_each(|(what, found, max)| LaunchError::check_limit(what, found, max));
         let arguments: Vec<Argument<'_>> = bindings.iter().map(argument).collect();
         let (arguments, to_side) = (&arguments[..], self.to_side);
         let call = Call { program, entry, arguments, shape, groups, threads, shared_bytes, tuning, to_side };
-        self.driver.launch(&call)
+        match taken {
+            Ok(()) => self.driver.launch(&call),
+            Err(refusal) => {
+                self.driver.refused(&call);
+                Err(refusal)
+            }
+        }
     }
 
     /// As [`crate::Queue::move_within`].

@@ -175,6 +175,10 @@ impl MetalDriver {
         let pipeline = state.programs.pipeline(call.program, call.entry).map_err(|why| match why {
             Missing::Entry => missing(),
             Missing::Failed(text) => self.failed(text),
+            Missing::Refused(text) => {
+                self.note(asked(call, Some(text.clone())));
+                self.failed(text)
+            }
         })?;
         let threads_max = u32::try_from(pipeline.maxTotalThreadsPerThreadgroup()).unwrap_or(u32::MAX);
         let (groups, threads) = entry::geometry(call, self.simdgroups, threads_max);
@@ -207,22 +211,24 @@ impl MetalDriver {
         let most = pipeline.maxTotalThreadsPerThreadgroup();
         let threadgroup_bytes = pipeline.staticThreadgroupMemoryLength() + shared_bytes;
         let simd_width = pipeline.threadExecutionWidth();
-        let count = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
-        if let Some(log) = &self.log {
-            log.lock().unwrap_or_else(PoisonError::into_inner).insert(Launched {
-                entry: call.entry,
-                threads,
-                pipeline_threads_max: count(most),
-                threadgroup_bytes: count(threadgroup_bytes),
-                simd_width: count(simd_width),
-                buffers: count(call.arguments.len() + 1),
-                argument_bytes: count(call.shape.len()),
-            });
-        }
+        self.note(Launched {
+            threads,
+            pipeline_threads_max: count(most),
+            threadgroup_bytes: count(threadgroup_bytes),
+            simd_width: count(simd_width),
+            ..asked(call, None)
+        });
         LaunchError::check_limit("the threads of a group, after its registers,", threads as usize, most)?;
         let limit = self.limits.shared_bytes_max as usize;
         LaunchError::check_limit("a group's memory, with what the kernel declares,", threadgroup_bytes, limit)?;
         LaunchError::check_shape("the threads of a SIMD group", simd_width, entry::LANES as usize)
+    }
+
+    /// Records a launch, where somebody wants to know.
+    fn note(&self, launched: Launched) {
+        if let Some(log) = &self.log {
+            log.lock().unwrap_or_else(PoisonError::into_inner).insert(launched);
+        }
     }
 
     fn allocated(&self, state: &mut State, bytes: usize) -> Result<Block, LaunchError> {
@@ -232,6 +238,24 @@ impl MetalDriver {
         // SAFETY: the buffer is as long as was asked for, and nothing given to the device uses its place.
         unsafe { contents(&buffer, 0).write_bytes(0, bytes) };
         Ok(Block(block))
+    }
+}
+
+fn count(count: usize) -> u32 {
+    u32::try_from(count).unwrap_or(u32::MAX)
+}
+
+/// What a call asks for before a pipeline is there to ask.
+fn asked(call: &Call<'_>, refusal: Option<String>) -> Launched {
+    Launched {
+        entry: call.entry,
+        threads: call.threads,
+        pipeline_threads_max: 0,
+        threadgroup_bytes: call.shared_bytes,
+        simd_width: entry::LANES,
+        buffers: count(call.arguments.len() + 1),
+        argument_bytes: count(call.shape.len()),
+        refusal,
     }
 }
 
@@ -283,6 +307,10 @@ impl Driver for MetalDriver {
             state.stream.forget(block.0);
             state.memory.free(block.0, is_busy);
         });
+    }
+
+    fn refused(&self, call: &Call<'_>) {
+        self.note(asked(call, None));
     }
 
     fn launch(&self, call: &Call<'_>) -> Result<(), LaunchError> {

@@ -55,11 +55,18 @@ struct Built {
 pub(super) enum Missing {
     /// The program has no such entry.
     Entry,
+    /// The source does not compile.
     Failed(String),
+    /// The compiled kernel is not taken.
+    Refused(String),
 }
 
 fn failed(error: impl std::fmt::Display) -> Missing {
     Missing::Failed(error.to_string())
+}
+
+fn refused(error: impl std::fmt::Display) -> Missing {
+    Missing::Refused(error.to_string())
 }
 
 impl Programs {
@@ -173,14 +180,14 @@ fn made(
     let make =
         |options| device.newComputePipelineStateWithDescriptor_options_reflection_error(&descriptor, options, None);
     let Some(archive) = &built.archive else {
-        return make(MTLPipelineOption::None).map(|pipeline| (pipeline, false)).map_err(failed);
+        return make(MTLPipelineOption::None).map(|pipeline| (pipeline, false)).map_err(refused);
     };
     descriptor.setBinaryArchives(Some(&NSArray::from_slice(&[&**archive])));
     if let Ok(pipeline) = make(MTLPipelineOption::FailOnBinaryArchiveMiss) {
         return Ok((pipeline, false));
     }
     descriptor.setBinaryArchives(None);
-    let pipeline = make(MTLPipelineOption::None).map_err(failed)?;
+    let pipeline = make(MTLPipelineOption::None).map_err(refused)?;
     // An archive that takes no more keeps what it has.
     let is_added = archive.addComputePipelineFunctionsWithDescriptor_error(&descriptor).is_ok();
     built.is_fresh |= is_added;

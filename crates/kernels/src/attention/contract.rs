@@ -77,6 +77,14 @@ pub const CAUSAL: Contract = Contract {
             "record[head_dim / 2u + c / 16u]",
             "record[head_dim / 2u + c / 32u]",
         ),
+        Control::crowded(),
+        Control::metal(
+            "declares 16 bytes too many of threadgroup memory (Metal)",
+            Gate::Limits,
+            include_str!("kernel.metal"),
+            "threadgroup float scores[1024];",
+            "threadgroup float scores[6144];",
+        ),
         cuda(
             "reads the next slot of the ring (CUDA)",
             "position % shape.ring_len) * bytes",

@@ -19,7 +19,7 @@ pub use values::{Values, gather};
 
 use tf_device::gpu::Backend;
 
-/// One of the four questions.
+/// One of the four questions, and what the count of limit problems asks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Gate {
     /// Is every element inside the interval that the float64 definition allows?
@@ -30,9 +30,13 @@ pub enum Gate {
     Memory,
     /// Are the bits the same whatever ran before or beside it?
     Repeat,
+    /// Does every chip take what a launch asks for? No gate over cases: every launch of the run is counted, also one that
+    /// fails. Controls show that it would be.
+    Limits,
 }
 
 impl Gate {
+    /// Those that every kernel passes case by case.
     pub const ALL: [Gate; 4] = [Gate::Value, Gate::Geometry, Gate::Memory, Gate::Repeat];
 
     pub const fn name(self) -> &'static str {
@@ -41,6 +45,7 @@ impl Gate {
             Gate::Geometry => "geometry",
             Gate::Memory => "memory",
             Gate::Repeat => "repeat",
+            Gate::Limits => "limits",
         }
     }
 }
@@ -196,6 +201,8 @@ pub enum Plant {
     Outcome(Tamper),
     /// In a GPU's source text, a kernel's own or one that it includes, where `find` must occur exactly once.
     Edit { backend: Backend, source: &'static str, find: &'static str, replace: &'static str },
+    /// In the geometry of a Metal launch: so many SIMD groups a threadgroup.
+    Simdgroups(u32),
 }
 
 impl Control {
@@ -216,6 +223,12 @@ impl Control {
         replace: &'static str,
     ) -> Control {
         Control { name, gate, plant: Plant::Edit { backend: Backend::Metal, source, find, replace } }
+    }
+
+    /// A Metal launch of more threads a threadgroup than any chip takes.
+    pub const fn crowded() -> Control {
+        let plant = Plant::Simdgroups(33);
+        Control { name: "asks for 1056 threads a threadgroup (Metal)", gate: Gate::Limits, plant }
     }
 
     /// An edit of a CUDA source.

@@ -24,6 +24,7 @@ pub const EMBED: Contract = Contract {
         metal("takes the next token's row (Metal)", "ids[row]) * shape.columns", "ids[row] + 1u) * shape.columns"),
         metal("starts the mix at the last stream (Metal)", "copy % shape.streams == 0u", "copy % shape.streams == 3u"),
         metal("writes a row that there isn't", "    if (row >= shape.rows) return;\n", ""),
+        Control::crowded(),
     ],
     standard: STANDARD_CONTROLS,
 };

@@ -33,6 +33,13 @@ pub const SAMPLE: Contract = Contract {
         Control::geometry("takes the seed of the first row"),
     ],
     edits: &[
+        Control::metal(
+            "declares 16 bytes too many of threadgroup memory (Metal)",
+            Gate::Limits,
+            include_str!("kernel.metal"),
+            "threadgroup ulong part[32];",
+            "threadgroup ulong part[4098];",
+        ),
         metal_draw(
             "ties go to the larger id (Metal)",
             "ulong(order_key(value)) << 32 | ulong(~id)",
