@@ -1,5 +1,6 @@
-//! Type-checks the workspace for Apple's 64-bit target and links the program to a Mach-O on Linux, with packages from
-//! the registries alone: no SDK, no Mac. It says that the host code compiles and links; it has not run on Apple hardware.
+//! Type-checks the workspace, tests included, for Apple's 64-bit target and links the program to a Mach-O on Linux, with
+//! packages from the registries alone: no SDK, no Mac. It says that the host code compiles and links; it has not run on
+//! Apple hardware.
 
 use std::fs;
 use std::process::Command;
@@ -86,15 +87,24 @@ fn linker() -> Result<std::path::PathBuf> {
     Ok(linker)
 }
 
-/// Links the program, which type-checks everything that it is made of.
+/// What of the standard library is built: tests need a crate of their own.
+const STD: &str = "-Zbuild-std=std,panic_abort,test";
+
+/// Type-checks every crate of the workspace with its tests, then links the program.
 pub fn run() -> Result<()> {
     if let Some(reason) = missing() {
         bail!("{reason}");
     }
+    let mut check = sysroot::cargo(TARGET)?;
+    check.args(["check", "--release", "--locked", "--workspace", "--all-targets", STD, "--target", TARGET]);
+    check.env("RUSTFLAGS", "-Dwarnings");
+    if !check.status()?.success() {
+        bail!("the workspace does not type-check for {TARGET}");
+    }
     let linker = linker()?;
     let mut command = sysroot::cargo(TARGET)?;
     command
-        .args(["build", "--release", "-Zbuild-std=std,panic_abort", "--target", TARGET, "-p", "tensorfold"])
+        .args(["build", "--release", STD, "--target", TARGET, "-p", "tensorfold"])
         .env("CARGO_PROFILE_RELEASE_STRIP", "none")
         .env("CARGO_PROFILE_RELEASE_DEBUG", "false")
         .env("CARGO_PROFILE_RELEASE_SPLIT_DEBUGINFO", "off")
@@ -108,6 +118,11 @@ pub fn run() -> Result<()> {
     if head.get(..8) != Some(&[0xcf, 0xfa, 0xed, 0xfe, 0x0c, 0x00, 0x00, 0x01]) {
         bail!("{} is no 64-bit Arm Mach-O", program.display());
     }
-    println!("linked a 64-bit Arm Mach-O of {} bytes; not run on Apple hardware", head.len());
+    // The driver's own words: a program without them was linked without the driver.
+    const DRIVER: &[u8] = b"it gives no command queue";
+    if !head.windows(DRIVER.len()).any(|window| window == DRIVER) {
+        bail!("{} has no Metal driver in it", program.display());
+    }
+    println!("linked a 64-bit Arm Mach-O of {} bytes with the Metal driver; not run on Apple hardware", head.len());
     Ok(())
 }

@@ -64,7 +64,7 @@ fn unpack(sysroot: &Path) -> Result<()> {
 }
 
 /// A `cargo` command that builds with that compiler: a wrapper, because it finds its libraries only through the
-/// loader's path.
+/// loader's path. In bash, because other shells drop variables whose names have a hyphen, as those of test programs do.
 pub fn cargo(target: &str) -> Result<Command> {
     let sysroot = folder().join("sysroot");
     unpack(&sysroot)?;
@@ -72,7 +72,7 @@ pub fn cargo(target: &str) -> Result<Command> {
     script(
         &rustc,
         &format!(
-            "#!/bin/sh\nLD_LIBRARY_PATH={0}/usr/lib/x86_64-linux-gnu:{0}/usr/lib exec {0}/usr/bin/rustc --sysroot {0}/usr \"$@\"\n",
+            "#!/bin/bash\nLD_LIBRARY_PATH={0}/usr/lib/x86_64-linux-gnu:{0}/usr/lib exec {0}/usr/bin/rustc --sysroot {0}/usr \"$@\"\n",
             sysroot.display()
         ),
     )?;
