@@ -79,11 +79,11 @@ pub(crate) const CUDA_TILE_STEPS: Control = Control::cuda(
 );
 /// See [`CUDA_ROUNDING`].
 pub(crate) const CUDA_FOLD: Control = Control::cuda(
-    "adds the chunks of a cluster from right to left (CUDA)",
+    "adds the chunks of a cluster in another order (CUDA)",
     Gate::Geometry,
     include_str!("../shared/split.cuh"),
-    "v[c] = load_in_cluster(sums + item * 32 + lane, c);",
-    "v[c] = load_in_cluster(sums + item * 32 + lane, split.parts - 1 - c);",
+    "for (int c = 1; c < 8; c++)",
+    "for (int c = 7; c > 0; c--)",
 );
 /// See [`CUDA_ROUNDING`].
 pub(crate) const CUDA_SCALE: Control = Control::cuda(

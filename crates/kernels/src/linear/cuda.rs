@@ -5,6 +5,7 @@
 //! [`tf_numerics::fma16::chunked_dot`] over the columns, bf16 inputs and bf16 weights.
 
 use super::gpu::quantise_where_asked;
+use super::tiles::{KERNELS as TILE_KERNELS, tile_kernel};
 use super::{Finish, split};
 use tf_device::gpu::{Binding, GpuLimits, GpuQueue, Launch, Program, ShapeBytes, Tuning, bytes_of};
 use tf_device::{Buffer, LaunchError};
@@ -420,12 +421,27 @@ impl Figures {
         }
         let operator = split::Operator::new(format, columns, groups, chunk, slabs);
         if rows <= split::DIRECT_ROWS {
-            return (false, whole && (rows <= DIRECT_ROWS_MAX || split::beats_slabs(&operator, rows)));
+            let direct = rows <= DIRECT_ROWS_MAX || split::beats_slabs(&operator, rows) || self.hides_rounding();
+            return (false, whole && direct);
         }
         let cost = |as_rows| split::choose(&operator, rows, as_rows, chip).map_or(f64::INFINITY, |choice| choice.cost);
         let tiles = tile_kernel(&operator, rows, chip).map_or(f64::INFINITY, |(_, cost)| cost).min(cost(false));
         let as_they_are = whole && cost(true) < tiles + split::ROUNDING_COST;
         (!as_they_are, as_they_are)
+    }
+}
+
+impl Figures {
+    /// Whether a block of `slab.cuh` streams FP8 weights for about as long as it takes to read its inputs as float32.
+    fn hides_rounding(&self) -> bool {
+        let Figures { format, columns, groups, chunk, slabs, rows, chip } = *self;
+        let blocks = columns.div_ceil(BLOCK);
+        let Ok((tile, plan)) = Operator { format, slabs, blocks, groups, chunk: chunk / BLOCK }.plan(rows, chip) else {
+            return false;
+        };
+        let read = tile * 4 * if plan.fold == Fold::Together { columns } else { chunk };
+        let streamed = slabs * SLAB * columns / chip.units;
+        format == Format::Fp8 && read <= streamed + streamed / 4
     }
 }
 
@@ -545,65 +561,6 @@ impl Common<'_> {
             queue.keep_counters("linear", counters);
         }
         Ok(())
-    }
-}
-
-/// A kernel of `tile.cuh`.
-struct TileKernel {
-    name: &'static str,
-    format: Format,
-    /// Weight rows over 128 and rows of a block.
-    weights: usize,
-    rows: usize,
-    /// Whether sums of earlier chunks are parked in shared memory.
-    parked: bool,
-    /// Stages of inputs and of weights in shared memory.
-    slots: usize,
-    depth: usize,
-    cost: split::Cost,
-}
-
-static TILE_KERNELS: [TileKernel; 5] = {
-    const fn kernel(
-        name: &'static str,
-        format: Format,
-        [rows, depth]: [usize; 2],
-        [stage, block]: [f64; 2],
-    ) -> TileKernel {
-        let cost = split::Cost { stage, load: 0.0, block };
-        TileKernel { name, format, weights: 1, rows, parked: false, slots: 5, depth, cost }
-    }
-    let widest = kernel("linear_fp8_tile_256_128", Format::Fp8, [128, 3], [0.88, 8.0]);
-    [
-        TileKernel { weights: 2, parked: true, slots: 3, ..widest },
-        kernel("linear_fp8_tile_128_128", Format::Fp8, [128, 8], [0.48, 6.0]),
-        kernel("linear_fp8_tile_128_64", Format::Fp8, [64, 8], [0.4, 4.0]),
-        kernel("linear_bf16_tile_128_128", Format::Bf16, [128, 6], [0.45, 3.0]),
-        kernel("linear_bf16_tile_128_64", Format::Bf16, [64, 6], [0.33, 3.0]),
-    ]
-};
-
-/// The quickest kernel that has room, and its cost.
-fn tile_kernel(operator: &split::Operator, rows: usize, chip: Chip) -> Option<(&'static TileKernel, f64)> {
-    let fits = |kernel: &&TileKernel| kernel.format == operator.format && kernel.shared_bytes() <= chip.shared_bytes;
-    let costs = TILE_KERNELS.iter().filter(fits).map(|kernel| (kernel, kernel.cost(operator, rows, chip.units)));
-    costs.min_by(|a, b| a.1.total_cmp(&b.1))
-}
-
-impl TileKernel {
-    fn blocks(&self, rows: usize, groups: usize, group_slabs: usize) -> usize {
-        groups * group_slabs.div_ceil(8 * self.weights) * rows.div_ceil(self.rows)
-    }
-
-    /// In the units of [`split::Choice`].
-    fn cost(&self, operator: &split::Operator, rows: usize, units: usize) -> f64 {
-        self.cost.of(self.blocks(rows, operator.groups, operator.group_slabs), operator.stages, units, units)
-    }
-
-    fn shared_bytes(&self) -> usize {
-        let parked = if self.parked { self.weights * self.rows / 2 * 256 * 4 } else { 0 };
-        let slab_bytes = if self.format == Format::Fp8 { 1024 } else { 2048 };
-        tile_shared_bytes(self.rows, self.slots, 8 * self.depth * self.weights * slab_bytes) + parked
     }
 }
 

@@ -5,6 +5,7 @@ pub(crate) mod cpu;
 pub mod cuda;
 pub(crate) mod gpu;
 mod split;
+mod tiles;
 
 /// What happens to a finished float32 sum before it is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

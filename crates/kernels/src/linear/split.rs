@@ -46,6 +46,8 @@ pub(super) struct Kernel {
     /// Whether a block computes one chunk only, or parks the sums of the chunks before.
     single: bool,
     parked: bool,
+    /// Whether blocks give each other their sums, in a room beside the rings.
+    gives: bool,
     /// Stages of inputs and of weights in shared memory.
     slots: usize,
     depth: usize,
@@ -54,7 +56,7 @@ pub(super) struct Kernel {
     cost: Cost,
 }
 
-static KERNELS: [Kernel; 13] = {
+static KERNELS: [Kernel; 15] = {
     const fn kernel(
         name: &'static str,
         [slabs, rows, threads]: [usize; 3],
@@ -63,25 +65,43 @@ static KERNELS: [Kernel; 13] = {
     ) -> Kernel {
         let ([slots, depth, most], [stage, load, block]) = (room, cost);
         let (format, cost) = (Format::Fp8, Cost { stage, load, block });
-        Kernel { name, format, slabs, rows, threads, single: true, parked: false, slots, depth, most, cost }
+        Kernel {
+            name,
+            format,
+            slabs,
+            rows,
+            threads,
+            single: true,
+            parked: false,
+            gives: false,
+            slots,
+            depth,
+            most,
+            cost,
+        }
     }
     const fn bf16(kernel: Kernel) -> Kernel {
         Kernel { format: Format::Bf16, ..kernel }
     }
+    const fn gives(kernel: Kernel) -> Kernel {
+        Kernel { gives: true, ..kernel }
+    }
     let whole_64 = kernel("linear_fp8_whole_256_64", [16, 64, 384], [8, 8, 1], [0.62, 0.0, 8.0]);
     let whole_128 = kernel("linear_fp8_whole_192_128", [12, 128, 416], [5, 4, 1], [0.72, 0.0, 5.5]);
     [
-        kernel("linear_fp8_split_128_32", [8, 32, 384], [10, 10, 1], [0.05, 0.47, 5.5]),
-        kernel("linear_fp8_split_192_32", [12, 32, 512], [10, 10, 1], [0.08, 0.45, 6.2]),
+        gives(kernel("linear_fp8_split_64_32", [4, 32, 256], [8, 8, 2], [0.15, 0.13, 6.1])),
+        gives(kernel("linear_fp8_split_192_32", [12, 32, 512], [10, 10, 1], [0.1, 0.42, 5.9])),
         kernel("linear_fp8_split_64_64", [4, 64, 160], [5, 7, 3], [0.3, 0.12, 4.0]),
+        gives(kernel("linear_fp8_split_128_64", [8, 64, 288], [9, 8, 1], [0.25, 0.16, 4.0])),
         kernel("linear_fp8_split_192_64", [12, 64, 416], [9, 8, 1], [0.5, 0.0, 5.4]),
         Kernel { single: false, ..whole_64 },
         kernel("linear_fp8_split_64_128", [4, 128, 160], [5, 7, 2], [0.2, 0.35, 3.6]),
         kernel("linear_fp8_split_192_128", [12, 128, 416], [7, 8, 1], [0.775, 0.0, 5.5]),
         Kernel { single: false, parked: true, ..whole_128 },
-        bf16(kernel("linear_bf16_split_64_32", [4, 32, 256], [8, 5, 3], [0.02, 0.55, 5.5])),
-        bf16(kernel("linear_bf16_split_128_32", [8, 32, 384], [8, 4, 2], [0.05, 0.62, 5.9])),
+        bf16(gives(kernel("linear_bf16_split_64_32", [4, 32, 256], [8, 8, 2], [0.02, 0.45, 5.0]))),
+        bf16(gives(kernel("linear_bf16_split_128_32", [8, 32, 384], [8, 8, 1], [0.05, 0.34, 6.2]))),
         bf16(kernel("linear_bf16_split_64_64", [4, 64, 160], [8, 10, 1], [0.15, 0.0, 4.5])),
+        bf16(gives(kernel("linear_bf16_split_128_64", [8, 64, 288], [8, 7, 1], [0.1, 0.4, 4.6]))),
         bf16(kernel("linear_bf16_split_64_128", [4, 128, 160], [8, 8, 1], [0.3, 0.0, 4.7])),
         bf16(kernel("linear_bf16_split_128_128", [8, 128, 288], [6, 7, 1], [0.5, 0.0, 5.0])),
     ]
@@ -131,9 +151,11 @@ impl Kernel {
 
     /// Of a block.
     pub fn shared_bytes(&self) -> usize {
+        // A part is as many sums as there are parts, so one may be larger.
+        let given = if self.gives { self.sums_bytes() + (PARTS_MAX - 1) * 512 } else { 0 };
         let parked = if self.parked { self.sums_bytes() } else { 0 };
         let stage_bytes = self.slabs * if self.format == Format::Fp8 { 1024 } else { 2048 };
-        tile_shared_bytes(self.rows, self.slots, self.depth * stage_bytes) + parked
+        tile_shared_bytes(self.rows, self.slots, self.depth * stage_bytes) + parked + given
     }
 
     /// Of a tile's float32 sums.
@@ -164,7 +186,13 @@ impl Kernel {
 pub(super) fn beats_slabs(operator: &Operator, rows: usize) -> bool {
     let slabs = operator.groups * operator.group_slabs;
     match operator.format {
-        Format::Fp8 => rows > 16 && slabs <= 320,
+        Format::Fp8 => {
+            if rows > 16 {
+                slabs <= 320
+            } else {
+                slabs <= 128
+            }
+        }
         Format::Bf16 | Format::Head => rows > 8,
     }
 }
@@ -239,7 +267,7 @@ mod tests {
     fn there_is_no_way_without_warpgroups_or_room() {
         let operator = operator(Format::Fp8, 320, 8192, 1, 2048);
         assert!(choose(&operator, 16, true, Chip { warpgroups: false, ..hopper(132, 227) }).is_none());
-        assert!(choose(&operator, 16, true, hopper(132, 99)).is_none());
+        assert!(choose(&operator, 16, true, hopper(132, 64)).is_none());
         // Bf16 in more chunks than a cluster has blocks.
         let long = self::operator(Format::Bf16, 24, 10_240, 1, 640);
         assert!(choose(&long, 16, true, hopper(132, 227)).is_none());

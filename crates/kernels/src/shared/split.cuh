@@ -206,8 +206,9 @@ __device__ __forceinline__ void stage_rows(char* room, const void* x, const Spli
 }
 
 // Cluster c: rows of tile c % row_tiles, and slabs of tile c / row_tiles, none of two groups; its block of rank r has chunk r.
-// ROWS: inputs are rows, up to 32 of them, else tiles. Weights and outputs as in slab.cuh.
-template <class Room, int BLOCK_BYTES, bool ROWS, bool GIVE, int PIECES_AHEAD>
+// ROWS: inputs are rows, up to 32 of them, else tiles. PUSH: there is room for the sums beside the rings, so blocks give each other
+// their parts and need not wait before they leave. Weights and outputs as in slab.cuh.
+template <class Room, int BLOCK_BYTES, bool ROWS, bool GIVE, bool PUSH, int PIECES_AHEAD>
 __device__ __forceinline__ void split_linear(const uint4* weights0, const u8* scales0, const char* x, float* out0,
                                              const uint4* weights1, const u8* scales1, float* out1, const SplitShape& split) {
     extern __shared__ __align__(128) char shared_bytes[];
@@ -235,6 +236,7 @@ __device__ __forceinline__ void split_linear(const uint4* weights0, const u8* sc
     asm volatile("fence.proxy.async;" ::: "memory");
 #endif
     __syncthreads();
+    if (PUSH && split.parts > 1) arrive_in_cluster();
     let_next_start();
     if (warp >= WARPS) {
         if constexpr (GIVE) give_registers<Room>();
@@ -282,14 +284,19 @@ __device__ __forceinline__ void split_linear(const uint4* weights0, const u8* sc
                 out[(size_t)token * out_stride + at] = round ? bf16_round(sums[i]) : sums[i];
         }
     };
-    float4* const sums = (float4*)room;
+    float4* const sums = (float4*)(room + (PUSH ? Room::BARRIERS_AT + Room::SLOTS * 16 : 0));
     split_stages<Room>(room, inputs, weights, begin, end, shape.chunk_stages, even, [&](int m, const float (&sum)[N / 2]) {
-        // The rings are used up when every warp is here; their room takes the chunk's sums.
-        if (split.parts > 1 && m == 0) barrier(1, WARPS * 32);
+        if (split.parts > 1 && m == 0) {
+            // The others are there; else the rings are used up when every warp is here, and their room takes the chunk's sums.
+            if constexpr (PUSH) wait_for_cluster();
+            else barrier(1, WARPS * 32);
+        }
 #pragma unroll
         for (int quad = 0; quad < QUADS; quad++) {
             const float4 v = make_float4(sum[4 * quad], sum[4 * quad + 1], sum[4 * quad + 2], sum[4 * quad + 3]);
-            if (split.parts > 1) sums[((m * QUADS + quad) * WARPS + warp) * 32 + lane] = v;
+            const int item = (m * QUADS + quad) * WARPS + warp, parts = split.parts;
+            if (parts > 1 && PUSH) store_in_cluster(sums + (item / parts * parts + rank) * 32 + lane, item % parts, v);
+            else if (parts > 1) sums[item * 32 + lane] = v;
             else store(m * WARPS + warp, quad, v);
         }
     });
@@ -302,7 +309,10 @@ __device__ __forceinline__ void split_linear(const uint4* weights0, const u8* sc
         float4 v[8];
 #pragma unroll
         for (int c = 0; c < 8; c++)
-            if (c < split.parts) v[c] = load_in_cluster(sums + item * 32 + lane, c);
+            if (c < split.parts) {
+                if constexpr (PUSH) v[c] = sums[(k * split.parts + c) * 32 + lane];
+                else v[c] = load_in_cluster(sums + item * 32 + lane, c);
+            }
         float4 total = v[0];
 #pragma unroll
         for (int c = 1; c < 8; c++)
@@ -310,19 +320,21 @@ __device__ __forceinline__ void split_linear(const uint4* weights0, const u8* sc
         store(item / (QUADS * WARPS) * WARPS + item % WARPS, item / WARPS % QUADS, total);
     }
     // None leaves while its sums are read.
-    __syncwarp();
-    arrive_in_cluster();
-    wait_for_cluster();
+    if constexpr (!PUSH) {
+        __syncwarp();
+        arrive_in_cluster();
+        wait_for_cluster();
+    }
 }
 
 // Warps that compute, and a warpgroup or a warp for the inputs. A warpgroup that only fetches gives its registers.
 constexpr int split_threads(int warps, bool rows, bool give) { return warps * 32 + (rows || give ? 128 : 32); }
 
 // `most` blocks run on one multiprocessor.
-#define SPLIT_LINEAR(name, format, block_bytes, warps, mt, n, slots, depth, rows, single, park, give, most) \
+#define SPLIT_LINEAR(name, format, block_bytes, warps, mt, n, slots, depth, rows, single, park, give, push, most) \
     extern "C" __global__ void __launch_bounds__(split_threads(warps, rows, give), most) \
         name(const uint4* weights0, const u8* scales0, const char* x, float* out0, const uint4* weights1, const u8* scales1, \
              float* out1, SplitShape shape) { \
-        split_linear<TileRoom<format, mt, n, park, slots, depth, warps, single>, block_bytes, rows, give, most == 1 ? 5 : 3>( \
+        split_linear<TileRoom<format, mt, n, park, slots, depth, warps, single>, block_bytes, rows, give, push, most == 1 ? 5 : 3>( \
             weights0, scales0, x, out0, weights1, scales1, out1, shape); \
     }
