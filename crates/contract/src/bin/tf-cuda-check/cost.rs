@@ -6,7 +6,7 @@ use anyhow::{Result, bail};
 use serde_json::json;
 use tf_device::{Buffer, Queue};
 use tf_kernels::linear::Finish;
-use tf_kernels::linear::cuda::{Format, chunk};
+use tf_kernels::linear::cuda::Format;
 use tf_kernels::moe_experts::cuda::{DOWN_CHUNK, UP_CHUNK};
 use tf_kernels::{linear_bf16, linear_fp8, moe_experts};
 
@@ -26,6 +26,7 @@ const KEY_PARTS: [usize; 4] = [1, 2, 4, 8];
 const STEP: usize = 64;
 
 pub(crate) fn heading() {
+    crate::say(format_args!("\nOf attention, what would put the parts of a row's keys together again is not counted."));
     crate::say(format_args!("\n| op | rows | declared | us | quickest | us | cost of one order |"));
     crate::say(format_args!("| --- | --- | --- | --- | --- | --- | --- |"));
 }
@@ -33,7 +34,7 @@ pub(crate) fn heading() {
 /// Chunks that cut `columns` into equal parts, and the declared one, which is first. Of a prompt, where every one takes long,
 /// the whole columns and halves.
 fn chunks(case: &Case, rows: usize) -> Vec<usize> {
-    let declared = chunk(case.format, case.columns);
+    let declared = case.chunk;
     let most = if rows == PROMPT { 2 } else { PARTS_MAX };
     let equal = (1..=most).filter(|parts| case.columns.is_multiple_of(parts * STEP));
     let others = equal.map(|parts| case.columns / parts).filter(|length| *length != declared);
@@ -133,7 +134,7 @@ impl Timer<'_> {
                 let mut attention = Attention::random(self.device, rows, parts)?;
                 let calls = if rows * parts > 64 { 4 } else { 16 };
                 let measured = self.time(calls, |queue, _| attention.launch(queue));
-                keep(&mut times, format!("{parts} of the keys"), measured, self)?;
+                keep(&mut times, format!("keys in {parts}"), measured, self)?;
             }
             self.cost_of("attention", rows, &times)?;
         }

@@ -4,6 +4,7 @@ use anyhow::Result;
 use tf_device::{Buffer, Device, Queue};
 use tf_kernels::linear::Finish;
 use tf_kernels::linear::cuda::{Format, chunk};
+use tf_kernels::moe_experts::cuda::{DOWN_CHUNK, UP_CHUNK};
 use tf_kernels::{linear_bf16, linear_fp8, lm_head};
 use tf_numerics::lanes::Level;
 use tf_numerics::{bf16, fma16, fp8, qdq};
@@ -19,6 +20,8 @@ pub(crate) struct Case {
     pub weight_rows: usize,
     pub columns: usize,
     pub groups: usize,
+    /// The declared columns of a chunk.
+    pub chunk: usize,
     /// Rows of the pool: fewer where the mirror would take long.
     pub pool: usize,
     /// Timed, too.
@@ -34,6 +37,7 @@ pub(crate) fn cases() -> Vec<Case> {
         weight_rows,
         columns,
         groups,
+        chunk: chunk(format, columns),
         pool: 32,
         released: true,
     };
@@ -76,9 +80,15 @@ pub(crate) fn cases() -> Vec<Case> {
 /// What is timed: the released ones, and the products that the model launches together as one weight.
 pub(crate) fn timed() -> Vec<Case> {
     let mut cases: Vec<Case> = cases().into_iter().filter(|case| case.released).collect();
-    let together = |name, weight_rows| Case { name, weight_rows, columns: 5120, groups: 1, ..cases[0] };
-    let more = [together("wq_a+wkv", 1280 + 512), together("shared w1+w3", 2 * 2304)];
-    cases.extend(more);
+    let of_hidden = cases[0];
+    cases.extend([
+        Case { name: "wq_a+wkv", weight_rows: 1280 + 512, ..of_hidden },
+        Case { name: "shared w1+w3", weight_rows: 2 * 2304, chunk: UP_CHUNK, ..of_hidden },
+    ]);
+    // The shared expert's chunks are those of the mixture.
+    for case in cases.iter_mut().filter(|case| case.name == "shared w2") {
+        case.chunk = DOWN_CHUNK;
+    }
     cases
 }
 
@@ -127,7 +137,12 @@ pub(crate) fn launch(
             let product = |(finish, out)| linear_fp8::Product { weights, out, finish };
             let mut products: Vec<_> = outs.iter_mut().map(|(finish, out)| product((*finish, out))).collect();
             let args = linear_fp8::Args { x, rows: rows.len(), groups: case.groups, products: &mut products };
-            linear_fp8::launch(queue, args)?;
+            match queue {
+                Queue::Gpu(queue) if case.chunk != chunk(case.format, case.columns) => {
+                    linear_fp8::measure_in_chunks(queue, args, case.chunk)?;
+                }
+                _ => linear_fp8::launch(queue, args)?,
+            }
         }
         Weights::Bf16(weights) if case.format == Format::Head => {
             let out = &mut outs[0].1;
@@ -170,7 +185,7 @@ pub(crate) fn check(device: &Device, queue: &mut Queue, case: &Case) -> Result<T
     let mut random = Random(rows as u64 * 31 + columns as u64);
     let (weights, values) = random_weight(device, case, &mut random)?;
     let pool: Vec<Vec<u16>> = (0..case.pool).map(|index| pool_row(index, case.groups * columns, &mut random)).collect();
-    let (group_rows, length) = (rows / case.groups, chunk(case.format, columns));
+    let (group_rows, length) = (rows / case.groups, case.chunk);
     // [weight row][pool row]
     let exact: Vec<Vec<f32>> = in_parallel(rows, |row| -> Vec<f32> {
         let (weight, from) = (&values[row * columns..][..columns], row / group_rows * columns);

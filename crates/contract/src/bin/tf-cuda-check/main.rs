@@ -192,17 +192,13 @@ fn main() -> Result<()> {
     let has = |mode: &str| modes.iter().any(|found| found == mode);
     let mut session = Session::open(only)?;
     session.describe()?;
-    if has("check") {
-        session.check()?;
-    }
-    if has("long") {
-        session.long()?;
-    }
-    if has("time") {
-        session.time()?;
-    }
-    if has("cost") {
-        session.cost()?;
+    type Mode = fn(&mut Session) -> Result<()>;
+    let all: [(&str, Mode); 4] =
+        [("check", Session::check), ("long", Session::long), ("time", Session::time), ("cost", Session::cost)];
+    for (mode, run) in all.into_iter().filter(|(mode, _)| has(mode)) {
+        let started = Instant::now();
+        run(&mut session)?;
+        say(format_args!("\n{mode}: {:.0} s", started.elapsed().as_secs_f64()));
     }
     if let Some(path) = out {
         let mut file = fs::File::create(&path).with_context(|| path.clone())?;
