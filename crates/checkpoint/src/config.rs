@@ -37,10 +37,11 @@ impl Config {
     /// Parses the bytes of a configuration. `file` is the name that errors show.
     ///
     /// # Errors
-    /// [`CheckpointError::InvalidJson`] for broken JSON, a repeated key, or anything but an object.
+    /// [`CheckpointError::NotJson`] for broken JSON, [`CheckpointError::InvalidJson`] for a repeated key, or anything but an
+    /// object.
     pub fn parse(file: &str, bytes: &[u8]) -> Result<Config, CheckpointError> {
         let invalid = |reason: String| CheckpointError::InvalidJson { file: file.to_owned(), reason };
-        let root = json::parse(bytes).map_err(|error| invalid(error.to_string()))?;
+        let root = json::parse(bytes).map_err(|error| json::error(file, &error))?;
         if !root.is_object() {
             return Err(invalid("the text is not an object".to_owned()));
         }
@@ -93,8 +94,24 @@ impl Config {
         }
     }
 
+    /// What stands where [`Config::get`] finds nothing.
+    pub fn absence(&self, path: &str) -> &'static str {
+        let is_null = match self.spelling {
+            Spelling::Nested => {
+                let short = path.strip_prefix("text_config.").filter(|_| self.root.get("text_config").is_none());
+                [Some(path), short].into_iter().flatten().any(|path| self.raw(path).is_some())
+            }
+            Spelling::Flat => flat_names(path).iter().any(|name| self.root.get(*name).is_some()),
+        };
+        if is_null { "null" } else { "missing" }
+    }
+
     fn walk(&self, path: &str) -> Option<&Value> {
-        path.split('.').try_fold(&self.root, |value, part| value.get(part)).filter(|value| !value.is_null())
+        self.raw(path).filter(|value| !value.is_null())
+    }
+
+    fn raw(&self, path: &str) -> Option<&Value> {
+        path.split('.').try_fold(&self.root, |value, part| value.get(part))
     }
 }
 
@@ -152,7 +169,14 @@ const FLAT: &[(&str, &[&str])] = &[
     ("text_config.rms_norm_eps", &["norm_eps"]),
     ("text_config.hidden_act", &["hidden_act"]),
     ("text_config.attention_bias", &["attention_bias"]),
+    ("text_config.mlp_bias", &["mlp_bias"]),
+    ("text_config.n_group", &["n_expert_groups"]),
+    ("text_config.topk_group", &["n_limited_groups"]),
+    ("text_config.first_k_dense_replace", &["n_dense_layers"]),
+    ("text_config.num_hash_layers", &["n_hash_layers"]),
     ("text_config.tie_word_embeddings", &["tie_word_embeddings"]),
+    ("quantization_config.scale_fmt", &["scale_fmt"]),
+    ("quantization_config.expert_dtype", &["expert_dtype"]),
     ("text_config.hc_mult", &["hc_mult"]),
     ("text_config.hc_sinkhorn_iters", &["hc_sinkhorn_iters"]),
     ("text_config.hc_eps", &["hc_eps"]),
@@ -254,12 +278,30 @@ mod tests {
             assert_eq!(config.get("vision_config.num_hidden_layers").unwrap().value.as_u64(), Some(2));
             assert!(config.get("vision_config.max_wh_ratio").is_none(), "null is absent");
             assert!(config.get("text_config.vocab_size").is_none());
+            assert_eq!(config.absence("text_config.vocab_size"), "missing");
+        }
+    }
+
+    #[test]
+    fn a_value_that_is_null_is_not_called_missing() {
+        for text in
+            [r#"{"text_config": {"vocab_size": null}}"#, r#"{"vocab_size": null}"#, r#"{"dim": 1, "vocab_size": null}"#]
+        {
+            let config = Config::parse("config.json", text.as_bytes()).unwrap();
+            assert!(config.get("text_config.vocab_size").is_none());
+            assert_eq!(config.absence("text_config.vocab_size"), "null", "{text}");
+            assert_eq!(config.absence("text_config.head_dim"), "missing", "{text}");
         }
     }
 
     #[test]
     fn broken_configurations_are_named() {
-        for (text, part) in [("[]", "not an object"), ("{", "EOF"), (r#"{"dim": 1, "dim": 2}"#, "appears twice")] {
+        for (text, part) in [
+            ("[]", "not an object"),
+            ("{", "it ends at line 1, column 1"),
+            ("null", "not an object"),
+            (r#"{"dim": 1, "dim": 2}"#, "appears twice"),
+        ] {
             let error = Config::parse("inference/config.json", text.as_bytes()).unwrap_err().to_string();
             assert!(error.contains("inference/config.json") && error.contains(part), "{error}");
         }

@@ -6,6 +6,8 @@
 pub enum CheckpointError {
     #[error("{path}: {reason}. A checkpoint is a folder with config.json and safetensors files")]
     NotAFolder { path: String, reason: String },
+    #[error("{file} has changed since it was opened: {how}")]
+    Changed { file: String, how: String },
     #[error("{file} can't be read: {reason}")]
     Io { file: String, reason: String },
     #[error("{file} is missing from {folder}. Fetch the checkpoint again, or point to its folder")]
@@ -17,6 +19,8 @@ pub enum CheckpointError {
     NoWeights { folder: String, found: String },
     #[error("{file} is {found}, a format that is not read. Use the release's own safetensors files")]
     UnreadFormat { file: String, found: String },
+    #[error("{file} is not valid JSON: {reason}. The file is damaged or cut off; fetch it again")]
+    NotJson { file: String, reason: String },
     #[error("{file}: {reason}")]
     InvalidJson { file: String, reason: String },
     #[error("{file}: weight_map sends {tensor} to {shard:?}, expected a plain file name ending in .safetensors")]

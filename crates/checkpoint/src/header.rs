@@ -7,6 +7,7 @@ use serde::Deserialize;
 use serde::de::{self, DeserializeSeed, Deserializer, IgnoredAny, MapAccess, Visitor};
 
 use crate::error::CheckpointError;
+use crate::json::reason;
 use crate::view::Dtype;
 
 /// The format's own limit.
@@ -143,9 +144,9 @@ struct Raw {
 
 fn parse(header: &[u8]) -> Result<Vec<Raw>, String> {
     let mut reader = serde_json::Deserializer::from_slice(header);
-    let tensors = Tensors.deserialize(&mut reader).map_err(|error| error.to_string())?;
+    let tensors = Tensors.deserialize(&mut reader).map_err(|error| reason(&error))?;
     // The format pads with spaces, which the JSON reader skips.
-    reader.end().map_err(|error| error.to_string())?;
+    reader.end().map_err(|error| reason(&error))?;
     Ok(tensors)
 }
 

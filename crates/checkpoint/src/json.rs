@@ -5,6 +5,8 @@ use std::fmt;
 use serde::de::{self, DeserializeSeed, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Number, Value};
 
+use crate::error::CheckpointError;
+
 /// Parses one JSON text. Depth is limited by the library (128).
 pub(crate) fn parse(bytes: &[u8]) -> Result<Value, serde_json::Error> {
     let mut reader = serde_json::Deserializer::from_slice(bytes);
@@ -12,6 +14,54 @@ pub(crate) fn parse(bytes: &[u8]) -> Result<Value, serde_json::Error> {
     reader.end()?;
     Ok(value)
 }
+
+/// A JSON file that can't be read, or doesn't hold what it should.
+pub(crate) fn error(file: &str, error: &serde_json::Error) -> CheckpointError {
+    let (file, reason) = (file.to_owned(), reason(error));
+    match error.is_data() {
+        true => CheckpointError::InvalidJson { file, reason },
+        false => CheckpointError::NotJson { file, reason },
+    }
+}
+
+/// What is wrong with a text, and where, in words that are not the library's.
+pub(crate) fn reason(error: &serde_json::Error) -> String {
+    let (line, column) = (error.line(), error.column());
+    if error.is_eof() {
+        return format!("it ends at line {line}, column {column}, before it is complete");
+    }
+    let text = error.to_string();
+    let text = text.rfind(" at line ").map_or(text.as_str(), |end| &text[..end]);
+    let mut plain =
+        match text.split_once("missing field `").and_then(|(before, rest)| Some((before, rest.split_once('`')?))) {
+            Some((before, (field, after))) => format!("{before}{field} is missing{after}"),
+            None => text.to_owned(),
+        };
+    for (word, instead) in WORDS {
+        plain = plain.replace(word, instead);
+    }
+    match error.is_data() {
+        true => plain,
+        false => format!("{plain} at line {line}, column {column}"),
+    }
+}
+
+/// The library's words for what it found and wanted.
+const WORDS: [(&str, &str); 13] = [
+    ("invalid type: ", "found "),
+    ("invalid value: ", "found "),
+    ("invalid length", "found a list of"),
+    ("duplicate field", "twice:"),
+    ("integer `", "`"),
+    ("floating point `", "`"),
+    ("boolean `", "`"),
+    ("string \"", "\""),
+    ("found map,", "found an object,"),
+    ("found sequence,", "found a list,"),
+    ("expected u64", "expected a whole number"),
+    ("expected ident", "expected true, false or null"),
+    ("expected value", "expected a value"),
+];
 
 struct Strict;
 
@@ -85,11 +135,13 @@ mod tests {
         for (text, part) in [
             (r#"{"a": 1, "a": 1}"#, "\"a\" appears twice"),
             (r#"{"b": {"c": 1, "c": 2}}"#, "\"c\" appears twice"),
-            (r#"{"a": 1} x"#, "trailing characters"),
-            (r#"{"a": 1"#, "EOF"),
-            ("", "EOF"),
+            (r#"{"a": 1} x"#, "trailing characters at line 1, column 10"),
+            (r#"{"a": 1"#, "it ends at line 1, column 7, before it is complete"),
+            ("", "it ends at line 1, column 0, before it is complete"),
+            ("weights", "expected a value at line 1, column 1"),
+            (r#"{"a": nul}"#, "expected true, false or null at line 1, column 10"),
         ] {
-            let error = parse(text.as_bytes()).unwrap_err().to_string();
+            let error = reason(&parse(text.as_bytes()).unwrap_err());
             assert!(error.contains(part), "{text}: {error}");
         }
         // Nesting is limited, so a hostile text can't overflow the stack.

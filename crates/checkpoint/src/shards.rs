@@ -8,6 +8,7 @@ use std::fmt;
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
+use std::time::SystemTime;
 
 use memmap2::Mmap;
 use serde::Deserialize;
@@ -16,6 +17,7 @@ use serde::de::{self, Deserializer, MapAccess, Visitor};
 use crate::config::{Config, GenerationConfig};
 use crate::error::CheckpointError;
 use crate::header::{self, other_format};
+use crate::json;
 use crate::view::{Dtype, View};
 
 const INDEX: &str = "model.safetensors.index.json";
@@ -66,16 +68,49 @@ struct Tensor {
 }
 
 pub(crate) enum FileBytes {
-    Mapped(Mmap),
+    Mapped(MappedFile),
     Static(&'static [u8]),
+}
+
+/// A mapped file and what it was like then.
+pub(crate) struct MappedFile {
+    map: Mmap,
+    file: File,
+    /// `None` where the system doesn't say.
+    modified: Option<SystemTime>,
 }
 
 impl FileBytes {
     pub fn get(&self) -> &[u8] {
         match self {
-            FileBytes::Mapped(map) => map,
+            FileBytes::Mapped(file) => &file.map,
             FileBytes::Static(bytes) => bytes,
         }
+    }
+}
+
+impl Shard {
+    fn check_unchanged(&self) -> Result<(), CheckpointError> {
+        let FileBytes::Mapped(file) = &self.bytes else { return Ok(()) };
+        match file.change() {
+            None => Ok(()),
+            Some(how) => Err(CheckpointError::Changed { file: self.name.clone(), how }),
+        }
+    }
+}
+
+impl MappedFile {
+    /// What has changed since.
+    fn change(&self) -> Option<String> {
+        let now = match self.file.metadata() {
+            Ok(now) => now,
+            Err(error) => return Some(format!("it can't be read: {}", reason(&error))),
+        };
+        let length = self.map.len() as u64;
+        if now.len() != length {
+            return Some(format!("it has {} bytes and had {length}", now.len()));
+        }
+        (now.modified().ok() != self.modified).then(|| "it was written to".to_owned())
     }
 }
 
@@ -222,6 +257,24 @@ impl Checkpoint {
         let tensor = &self.tensors[*self.by_name.get(name)?];
         let path = self.path()?.join(&self.shards[tensor.shard].name);
         Some(Place { path, start: tensor.start as u64, bytes: (tensor.end - tensor.start) as u64 })
+    }
+
+    /// Asks the system whether the files of these tensors are what they were when they were opened. To read a mapped file
+    /// beyond its end ends the program, so whoever reads one for long asks before.
+    ///
+    /// # Errors
+    /// [`CheckpointError::Changed`] for the first file that is shorter, longer, was written to, or can't be asked.
+    pub fn check_unchanged<'n>(&self, names: impl IntoIterator<Item = &'n str>) -> Result<(), CheckpointError> {
+        let tensors = names.into_iter().filter_map(|name| self.by_name.get(name)).map(|index| &self.tensors[*index]);
+        tensors.map(|tensor| &self.shards[tensor.shard]).try_for_each(Shard::check_unchanged)
+    }
+
+    /// As [`Checkpoint::check_unchanged`], of every file.
+    ///
+    /// # Errors
+    /// As [`Checkpoint::check_unchanged`].
+    pub fn check_all_unchanged(&self) -> Result<(), CheckpointError> {
+        self.shards.iter().try_for_each(Shard::check_unchanged)
     }
 
     /// All tensors, in file order.
@@ -467,9 +520,11 @@ impl Source {
                 }
                 let failed = |error| CheckpointError::Io { file: name.to_owned(), reason: reason(&error) };
                 // SAFETY: the map is read-only and private to this value. Other processes must not shorten the file
-                // while it is served, which the documentation asks of the user as every mapping loader does.
+                // while it is served, which the documentation asks of the user as every mapping loader does;
+                // `Checkpoint::check_unchanged` finds out before most reads would.
                 let map = unsafe { Mmap::map(&file) }.map_err(failed)?;
-                Ok(FileBytes::Mapped(map))
+                let modified = file.metadata().ok().and_then(|metadata| metadata.modified().ok());
+                Ok(FileBytes::Mapped(MappedFile { map, file, modified }))
             }
         }
     }
@@ -528,7 +583,7 @@ fn read_index(bytes: &[u8]) -> Result<Index, CheckpointError> {
     if let Some(found) = other_format(bytes) {
         return Err(CheckpointError::UnreadFormat { file: INDEX.to_owned(), found: found.to_owned() });
     }
-    let file: File = serde_json::from_slice(bytes).map_err(|error| invalid(error.to_string()))?;
+    let file: File = serde_json::from_slice(bytes).map_err(|error| json::error(INDEX, &error))?;
     let mut index = Index { shards: BTreeMap::new() };
     let mut seen = HashSet::new();
     for (tensor, shard) in file.weight_map.0 {

@@ -424,33 +424,61 @@ impl Reader<'_> {
         }
     }
 
-    /// Fields with one possible value. The flat spelling leaves most of them out.
+    /// Fields with one possible value: what the program does whatever the file says, so another value would be ignored. The
+    /// flat spelling leaves most of them out.
     fn fixed(&mut self) {
         let required = self.config.spelling() == Spelling::Nested;
-        for (path, required, expected) in [
-            ("model_type", required, Value::from("deepseek_v41")),
-            ("quantization_config.quant_method", required, "fp8".into()),
-            ("quantization_config.weight_block_size", required, vec![BLOCK, BLOCK].into()),
-            ("quantization_config.scale_fmt", required, "ue8m0".into()),
-            ("quantization_config.expert_dtype", required, "fp4".into()),
-            ("text_config.num_key_value_heads", required, 1.into()),
-            ("text_config.hidden_act", required, "silu".into()),
-            ("text_config.attention_bias", false, false.into()),
-            ("text_config.tie_word_embeddings", false, false.into()),
-            ("text_config.scoring_func", true, "sqrtsoftplus".into()),
-            ("text_config.topk_method", required, "noaux_tc".into()),
-            ("text_config.norm_topk_prob", required, true.into()),
-            ("text_config.n_shared_experts", required, 1.into()),
-            ("text_config.rope_scaling.rope_type", required, "yarn".into()),
+        for (path, expected) in [
+            ("model_type", Value::from("deepseek_v41")),
+            ("quantization_config.quant_method", "fp8".into()),
+            ("quantization_config.weight_block_size", vec![BLOCK, BLOCK].into()),
+            ("quantization_config.scale_fmt", "ue8m0".into()),
+            ("quantization_config.expert_dtype", "fp4".into()),
+            ("text_config.num_key_value_heads", 1.into()),
+            ("text_config.hidden_act", "silu".into()),
+            ("text_config.topk_method", "noaux_tc".into()),
+            ("text_config.norm_topk_prob", true.into()),
+            ("text_config.n_shared_experts", 1.into()),
+            ("text_config.rope_scaling.rope_type", "yarn".into()),
         ] {
-            match self.config.get(path) {
-                None if required => self.missing(path, expected.to_string()),
-                Some(field) if *field.value != expected => {
-                    let found = show(field.value);
-                    self.problem(field.key, found, expected.to_string());
-                }
-                _ => {}
+            self.one_value(path, required, &expected);
+        }
+        self.one_value("text_config.scoring_func", true, &"sqrtsoftplus".into());
+        for (path, expected) in [
+            ("architectures", Value::from(vec!["DeepseekV41ForCausalLM"])),
+            ("dtype", "bfloat16".into()),
+            ("torch_dtype", "bfloat16".into()),
+            ("tie_word_embeddings", false.into()),
+            ("quantization_config.activation_scheme", "dynamic".into()),
+            ("quantization_config.fmt", "e4m3".into()),
+            ("text_config.model_type", "deepseek_v41_text".into()),
+            ("text_config.dtype", "bfloat16".into()),
+            ("text_config.attention_bias", false.into()),
+            ("text_config.mlp_bias", false.into()),
+            ("text_config.tie_word_embeddings", false.into()),
+            ("text_config.n_group", 1.into()),
+            ("text_config.topk_group", 1.into()),
+            ("text_config.moe_layer_freq", 1.into()),
+            ("text_config.first_k_dense_replace", 0.into()),
+            ("text_config.num_hash_layers", 0.into()),
+            ("text_config.rope_scaling.attention_factor", 1.into()),
+            ("text_config.rope_scaling.mscale_all_dim", 0.into()),
+            ("vision_config.model_type", "deepseek_v41_vision".into()),
+        ] {
+            self.one_value(path, false, &expected);
+        }
+    }
+
+    fn one_value(&mut self, path: &str, required: bool, expected: &Value) {
+        // 1.0 is 1.
+        let is_equal = |found: &Value| found == expected || found.is_number() && found.as_f64() == expected.as_f64();
+        match self.config.get(path) {
+            None if required => self.missing(path, expected.to_string()),
+            Some(field) if !is_equal(field.value) => {
+                let found = show(field.value);
+                self.problem(field.key, found, expected.to_string());
             }
+            _ => {}
         }
     }
 
@@ -615,7 +643,7 @@ impl Reader<'_> {
     }
 
     fn missing(&mut self, path: &str, expected: String) {
-        self.problem(self.config.key(path), "missing".to_owned(), expected);
+        self.problem(self.config.key(path), self.config.absence(path).to_owned(), expected);
     }
 
     /// The value at `path` as `convert` reads it, or a problem and `None`.

@@ -140,7 +140,7 @@ fn impossible_fields_are_named() {
         ("kv_source_layer_ids", vec![8, 14, 20].into(), "compress_ratios[2] is 2, expected 0: no kv"),
         ("kv_source_layer_ids", vec![1, 2, 8, 14, 20].into(), "kv_source_layer_ids is 1, expected layers with"),
         ("kv_source_layer_ids", vec![2, 8, 14, 20, 22].into(), "expected a list with the kv source 22"),
-        ("index_source_layer_ids", Value::Null, "index_source_layer_ids is missing, expected"),
+        ("index_source_layer_ids", Value::Null, "index_source_layer_ids is null, expected"),
         ("candidate_source_layer_id", 21.into(), "candidate_source_layer_id is 21, expected an index source"),
         ("candidate_source_layer_id", 14.into(), "expected a source whose cache the index source 20 reads"),
         ("candidate_topk_blocks", 64.into(), "candidate_topk_blocks is 64, expected candidate_topk_blocks *"),
@@ -166,7 +166,44 @@ fn impossible_fields_are_named() {
     let error = edited(|config| config["model_type"] = "deepseek_v3".into()).unwrap_err().to_string();
     assert!(error.contains("model_type is \"deepseek_v3\", expected \"deepseek_v41\""), "{error}");
     let error = edited(|config| config["vision_config"]["patch_size"] = Value::Null).unwrap_err().to_string();
-    assert!(error.contains("vision_config.patch_size is missing"), "{error}");
+    assert!(error.contains("vision_config.patch_size is null"), "{error}");
+}
+
+/// Reported as: `tie_word_embeddings` and `activation_scheme` could say anything, and the replies stayed the same.
+#[test]
+fn a_value_that_would_be_ignored_is_refused_by_its_field() {
+    for (section, field, value, expected) in [
+        ("", "tie_word_embeddings", Value::from(true), "false"),
+        ("", "dtype", "float16".into(), "\"bfloat16\""),
+        ("", "torch_dtype", "float16".into(), "\"bfloat16\""),
+        ("", "architectures", vec!["DeepseekV3ForCausalLM"].into(), "[\"DeepseekV41ForCausalLM\"]"),
+        ("quantization_config", "activation_scheme", "static".into(), "\"dynamic\""),
+        ("quantization_config", "fmt", "e5m2".into(), "\"e4m3\""),
+        ("text_config", "model_type", "deepseek_v4".into(), "\"deepseek_v41_text\""),
+        ("text_config", "mlp_bias", true.into(), "false"),
+        ("text_config", "n_group", 8.into(), "1"),
+        ("text_config", "topk_group", 4.into(), "1"),
+        ("text_config", "moe_layer_freq", 2.into(), "1"),
+        ("text_config", "first_k_dense_replace", 3.into(), "0"),
+        ("text_config", "num_hash_layers", 3.into(), "0"),
+        ("vision_config", "model_type", "clip".into(), "\"deepseek_v41_vision\""),
+    ] {
+        let place = if section.is_empty() { field.to_owned() } else { format!("{section}.{field}") };
+        let write = |config: &mut Value, value: &Value| match section {
+            "" => config[field] = value.clone(),
+            section => config[section][field] = value.clone(),
+        };
+        let error = edited(|config| write(config, &value)).unwrap_err().reasons();
+        assert_eq!(error, [format!("config.json: {place} is {value}, expected {expected}")]);
+        let right: Value = serde_json::from_str(expected).unwrap();
+        assert_eq!(edited(|config| write(config, &right)).as_ref(), Ok(&FLASH), "{place}");
+    }
+    let scaled = edited(|config| config["text_config"]["rope_scaling"]["mscale_all_dim"] = 1.0.into()).unwrap_err();
+    assert_eq!(scaled.reasons(), ["config.json: text_config.rope_scaling.mscale_all_dim is 1.0, expected 0"]);
+    let one = edited(|config| config["text_config"]["n_shared_experts"] = 1.0.into());
+    assert_eq!(one.as_ref(), Ok(&FLASH), "1.0 is 1");
+    let flat = read(&FLASH_FLAT.replace("\"dim\": 5120", "\"dim\": 5120, \"expert_dtype\": \"int4\"")).unwrap_err();
+    assert_eq!(flat.reasons(), ["config.json: expert_dtype is \"int4\", expected \"fp4\""]);
 }
 
 #[test]
