@@ -548,7 +548,9 @@ pub fn parse_value(kind: Kind, text: &str) -> Result<Value, String> {
         Kind::Number { least, most } => {
             number(text, least, most).map(Value::Number).ok_or_else(|| format!("a number from {least} to {most}"))
         }
-        Kind::Size => size(text).map(Value::Bytes).ok_or_else(|| "a size like 512MiB, 16g or 64GB".to_owned()),
+        Kind::Size => {
+            size(text).map(Value::Bytes).ok_or_else(|| "a size like 512MiB, 16g or 64GB, up to 2^60 bytes".to_owned())
+        }
         Kind::SizeOrFraction => {
             let fraction = text.contains('.').then(|| number(text, 0.01, 1.0)).flatten();
             let value = fraction.map(Value::Number).or_else(|| size(text).map(Value::Bytes));
@@ -638,8 +640,15 @@ fn number(text: &str, least: f64, most: f64) -> Option<f64> {
     text.parse::<f64>().ok().filter(|number| (least..=most).contains(number))
 }
 
-/// Bytes: `KiB`, `k` and the like are binary, `KB` and the like decimal.
+/// Sizes beyond are nobody's; below, sums of a few stay far from the end of 64 bits.
+const SIZE_MAX: u64 = 1 << 60;
+
+/// Bytes, at most [`SIZE_MAX`]: `KiB`, `k` and the like are binary, `KB` and the like decimal.
 fn size(text: &str) -> Option<u64> {
+    any_size(text).filter(|bytes| *bytes <= SIZE_MAX)
+}
+
+fn any_size(text: &str) -> Option<u64> {
     let split = text.find(|character: char| !character.is_ascii_digit() && character != '.').unwrap_or(text.len());
     let (digits, unit) = text.split_at(split);
     let (letter, rest) = match unit.chars().next() {
@@ -660,7 +669,7 @@ fn size(text: &str) -> Option<u64> {
         _ => return None,
     };
     let scaled = digits.parse::<f64>().ok()? * base.pow(power) as f64;
-    (scaled <= (1u64 << 60) as f64).then_some(scaled as u64)
+    Some(scaled as u64)
 }
 
 /// The name that `wrong` was probably meant to be.
@@ -701,6 +710,13 @@ impl Arguments {
     pub fn setting(&self, flag: &str) -> Option<&Setting> {
         debug_assert!(find(self.command, flag).is_some(), "--{flag} is not an option of {}", self.command.name());
         self.settings.get(flag)
+    }
+
+    /// The same without an option, as if nobody had said it.
+    pub fn without(&self, flag: &str) -> Arguments {
+        let mut arguments = self.clone();
+        arguments.settings.remove(flag);
+        arguments
     }
 
     /// Whether someone other than the table said it.

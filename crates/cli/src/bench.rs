@@ -7,6 +7,7 @@ use std::path::Path;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
+use tf_bench::compare::CompareError;
 use tf_bench::{Format, Record, Row};
 use tf_device::gpu::rounds::Giving;
 use tf_engine::Sampling;
@@ -39,6 +40,9 @@ pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failu
         if !foreign.is_empty() {
             return Err(Mistakes(foreign).into());
         }
+    }
+    if let Some(file) = arguments.text("output") {
+        crate::output::check("output", file)?;
     }
     if subcommand == "compare" {
         return compare(&arguments, format);
@@ -105,8 +109,10 @@ fn compare(arguments: &Arguments, format: Format) -> Result<(), Failure> {
     let [one, other] = &arguments.positionals[..] else {
         return Err(Mistakes(vec!["bench compare takes two records, written with --output".to_owned()]).into());
     };
-    let text = tf_bench::compare::compare(Path::new(one), Path::new(other), format)
-        .map_err(|error| Failure::run_time(error.to_string()))?;
+    let text = tf_bench::compare::compare(Path::new(one), Path::new(other), format).map_err(|error| match error {
+        CompareError::Read { .. } => Mistakes(vec![error.to_string()]).into(),
+        error => Failure::run_time(error.to_string()),
+    })?;
     Ok(print(&text)?)
 }
 

@@ -47,7 +47,11 @@ fn index(arguments: &Arguments) -> Result<usize, Failure> {
 
 #[cfg(feature = "cuda")]
 fn cuda(index: usize) -> Result<Device, Failure> {
-    tf_device::cuda::device(index, tf_kernels::cubins::find).map_err(|error| Failure::run_time(error.to_string()))
+    use tf_device::cuda::CudaError;
+    tf_device::cuda::device(index, tf_kernels::cubins::find).map_err(|error| match error {
+        CudaError::NoDevice { count: 1.., .. } => Mistakes(vec![format!("--devices {index}: {error}")]).into(),
+        error => Failure::run_time(error.to_string()),
+    })
 }
 
 #[cfg(not(feature = "cuda"))]
@@ -165,7 +169,9 @@ pub fn arithmetic(device: &Device) -> Result<Option<Arithmetic>, Failure> {
 fn without_effect(arguments: &Arguments, backend: Option<Backend>) -> Vec<String> {
     let of_metal = ["keep-warm", "pipeline-dir"].map(|flag| (flag, Backend::Metal));
     let flags = of_metal.into_iter().chain([("devices", Backend::Cuda)]);
-    let idle = flags.filter(|(flag, owner)| backend != Some(*owner) && resolve::is_given(arguments, flag));
+    // What holds anyway may be said.
+    let is_asked = |flag: &str| resolve::is_given(arguments, flag) && !resolve::is_default(arguments, flag);
+    let idle = flags.filter(|(flag, owner)| backend != Some(*owner) && is_asked(flag));
     idle.map(|(flag, owner)| format!("--{flag} has no effect without the {} backend: leave it out", word(owner)))
         .collect()
 }
@@ -285,8 +291,10 @@ mod tests {
             let text = open(&arguments(line)).unwrap_err().text;
             assert!(text.contains(part), "{line}: {text}");
         }
-        let text = open(&arguments("serve --backend cpu --devices 0")).unwrap_err().text;
+        let text = open(&arguments("serve --backend cpu --devices 1")).unwrap_err().text;
         assert!(text.contains("--devices has no effect without the cuda backend"), "{text}");
+        // Reported as: the default is refused when it is written out.
+        assert!(open(&arguments("serve --backend cpu --devices 0")).is_ok());
         assert_eq!(without_effect(&arguments("serve --devices 1"), Some(Backend::Cuda)), Vec::<String>::new());
     }
 
@@ -297,6 +305,7 @@ mod tests {
         let text = open(&arguments).unwrap_err().text;
         assert!(text.contains("--keep-warm has no effect") && text.contains("--pipeline-dir has no effect"), "{text}");
         assert_eq!(without_effect(&arguments, Some(Backend::Metal)), Vec::<String>::new());
+        assert!(open(&self::arguments("serve --backend cpu --keep-warm 0")).is_ok(), "0 is what holds anyway");
         assert!(metal(&arguments).unwrap_err().text.starts_with("Metal needs macOS"));
     }
 }

@@ -92,6 +92,18 @@ pub fn open(arguments: &Arguments, checked: &Checked) -> Result<Option<Disk<Fold
     Ok(Some(disk))
 }
 
+/// Whether [`open`] would do, leaving everything as it is.
+///
+/// # Errors
+/// As [`open`].
+pub fn check(arguments: &Arguments, checked: &Checked) -> Result<(), Failure> {
+    let loading = &checked.loading;
+    match options(arguments, loading.prefix_cache_bytes, loading.plan.disk_index_bytes)? {
+        Some(DiskOptions { dir, .. }) => Folder::check(&dir).map_err(|error| Failure::run_time(error.to_string())),
+        None => Ok(()),
+    }
+}
+
 /// The fingerprint promises equal replies; equal sources and records promise equal states.
 fn identity(checked: &Checked) -> DiskIdentity {
     let options = &checked.loading.options;

@@ -121,7 +121,7 @@ fn ask(asker: &Asker, case: &Case) -> Result<Answer, Failure> {
 
 /// A dataset line as the chat route would read it.
 fn case(line: &str) -> Result<Case, String> {
-    let line: Json = serde_json::from_str(line).map_err(|error| error.to_string())?;
+    let line: Json = serde_json::from_str(line).map_err(|error| tf_text::json::reason(&error))?;
     let task = line["task"].as_str().ok_or("no task")?.to_owned();
     let mut body = Map::new();
     body.insert("messages".into(), line["messages"].clone());

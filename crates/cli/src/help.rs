@@ -2,6 +2,9 @@
 
 use crate::options::{Command, DefaultValue, Kind, OPTIONS, OptionSpec, Section};
 
+/// How every command ends.
+pub const EXIT_CODES: &str = "Exit codes: 0 done, 1 refused or failed while running, 2 wrong usage, 130 after Ctrl-C.";
+
 /// The program's help, or one command's. Short help leaves out developer options and defaults.
 pub fn help(command: Option<Command>, long: bool) -> String {
     match command {
@@ -20,6 +23,7 @@ fn general() -> String {
     }
     text += "\nMODEL is a folder, org/name in the hub cache, or left out for the built-in tiny-dsv41.\n\
              `tensorfold COMMAND --help` lists a command's options; `tensorfold --version` says what this build is.\n";
+    text += &format!("{EXIT_CODES}\n");
     text
 }
 

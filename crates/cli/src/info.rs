@@ -28,6 +28,10 @@ pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failu
     let named = arguments.positionals.first().map(String::as_str);
     let named = named.or_else(|| arguments.text("model").filter(|_| arguments.is_given("model")));
     let Some(name) = named else {
+        // A device that was asked for is looked at; without that, one that can't be used is shown with its reason.
+        if ["backend", "devices", "pipeline-dir"].iter().any(|flag| arguments.is_given(flag)) {
+            device::open(arguments)?;
+        }
         let text = match arguments.is_on("json") {
             true => format!("{:#}\n", json!({"machine": machine_json(arguments, environment), "build": build_json()})),
             false => machine_text(arguments, environment),
@@ -45,10 +49,7 @@ pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failu
         false => model_text(&located, &inspection),
     };
     print(&text)?;
-    match inspection.reasons.is_empty() {
-        true => Ok(()),
-        false => Err(Failure::run_time(inspection.reasons.join("\n"))),
-    }
+    inspection.failure().map_or(Ok(()), Err)
 }
 
 fn levels() -> Vec<&'static str> {
@@ -117,7 +118,7 @@ fn model_json(located: &Located, found: &Inspection) -> Json {
         "ignored_tensors": found.checkpoint.as_ref().map(|checkpoint| checkpoint.ignored()),
         "special_tokens": markers,
         "plan": found.loading.as_ref().map(|loading| plan_json(loading, found.shape.as_ref())),
-        "reasons": found.reasons,
+        "reasons": found.all_reasons().collect::<Vec<_>>(),
     })
 }
 
@@ -186,7 +187,7 @@ fn engram_shown(plan: &MemoryPlan) -> u64 {
 }
 
 /// The plan's parts by name, in the order of the list.
-pub fn parts(plan: &MemoryPlan) -> [(&'static str, u64); 13] {
+pub fn parts(plan: &MemoryPlan) -> [(&'static str, u64); 14] {
     [
         ("embedding", plan.weights.embedding),
         ("head", plan.weights.head),
@@ -200,12 +201,13 @@ pub fn parts(plan: &MemoryPlan) -> [(&'static str, u64); 13] {
         ("indexer scratch", plan.indexer_bytes),
         ("activations", plan.activation_bytes),
         ("disk index", plan.disk_index_bytes),
+        ("bodies", plan.bodies_bytes),
         ("program", plan.program_bytes),
     ]
 }
 
 /// The plan as `/memory` names its parts. The n-gram tables stay mapped and are no part of the sum.
-pub fn memory_plan(plan: &MemoryPlan) -> [(&'static str, u64); 8] {
+pub fn memory_plan(plan: &MemoryPlan) -> [(&'static str, u64); 9] {
     let weights = &plan.weights;
     [
         ("weights", weights.embedding + weights.head + weights.dense + weights.draft),
@@ -215,6 +217,7 @@ pub fn memory_plan(plan: &MemoryPlan) -> [(&'static str, u64); 8] {
         ("snapshots", plan.kept_bytes),
         ("scratch", plan.indexer_bytes + plan.activation_bytes),
         ("disk_index", plan.disk_index_bytes),
+        ("bodies", plan.bodies_bytes),
         ("program", plan.program_bytes),
     ]
 }

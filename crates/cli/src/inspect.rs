@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use tf_checkpoint::{Checkpoint, Dtype, Fingerprint};
 use tf_model::deepseek_v41::engram::EngramHash;
+use tf_model::deepseek_v41::engram_rows::{EngramPlace, EngramPlaceError};
 use tf_model::deepseek_v41::shape::Shape;
 use tf_model::deepseek_v41::weights;
 use tf_text::chat::Marker;
@@ -11,8 +12,9 @@ use tf_text::tokenizer::Tokenizer;
 use tf_text::vocabulary::FoldedVocabulary;
 
 use crate::arguments::Arguments;
+use crate::failure::Failure;
 use crate::locate::Located;
-use crate::resolve::{self, Loading, Site};
+use crate::resolve::{self, Loading, LoadingError, Site};
 
 /// What was found. Parts stay empty where an earlier one failed; `reasons` says why.
 #[derive(Debug, Default)]
@@ -23,8 +25,10 @@ pub struct Inspection {
     pub hash: Option<EngramHash>,
     pub fingerprint: Option<Fingerprint>,
     pub loading: Option<Loading>,
-    /// Everything that keeps it from being served.
+    /// Everything about the files and the machine that keeps it from being served.
     pub reasons: Vec<String>,
+    /// Options that it can't be served with.
+    pub mistakes: Vec<String>,
 }
 
 /// Tensors of one format.
@@ -56,10 +60,32 @@ impl Inspection {
         if let Some(shape) = &found.shape {
             match resolve::loading(arguments, shape, site) {
                 Ok(loading) => found.loading = Some(loading),
-                Err(mistakes) => found.reasons.extend(mistakes.0),
+                Err(LoadingError::Usage(mistakes)) => found.mistakes.extend(mistakes.0),
+                Err(room @ LoadingError::Room { .. }) => found.reasons.push(room.to_string()),
             }
         }
+        found.check_place();
         found
+    }
+
+    /// Whether n-gram rows can be where they are wanted.
+    fn check_place(&mut self) {
+        let (Some(checkpoint), Some(loading)) = (&self.checkpoint, &self.loading) else { return };
+        if matches!(loading.engram, EngramPlace::Disk { .. }) && checkpoint.path().is_none() {
+            self.mistakes.push(EngramPlaceError::NoFile.to_string());
+        }
+    }
+
+    /// What keeps it from being served: 2 where the options do, else 1.
+    pub fn failure(&self) -> Option<Failure> {
+        let code = if self.mistakes.is_empty() { 1 } else { 2 };
+        let text: Vec<&str> = self.all_reasons().collect();
+        (!text.is_empty()).then(|| Failure { code, text: text.join("\n") })
+    }
+
+    /// Everything that keeps it from being served.
+    pub fn all_reasons(&self) -> impl Iterator<Item = &str> {
+        self.mistakes.iter().chain(&self.reasons).map(String::as_str)
     }
 
     fn read_shape(&mut self, located: &Located) {

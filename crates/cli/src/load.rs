@@ -70,8 +70,8 @@ pub fn located(
 pub fn checked(located: &Located, arguments: &Arguments) -> Result<Checked, Failure> {
     let device = device::open(arguments)?;
     let found = Inspection::of(located, arguments, device::site(&device));
-    if !found.reasons.is_empty() {
-        return Err(Failure::run_time(found.reasons.join("\n")));
+    if let Some(failure) = found.failure() {
+        return Err(failure);
     }
     let Inspection { checkpoint, shape, tokenizer, hash, fingerprint, loading, .. } = found;
     let (Some(checkpoint), Some(shape), Some(tokenizer), Some(hash), Some(fingerprint), Some(loading)) =

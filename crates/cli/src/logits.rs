@@ -14,11 +14,13 @@ use tf_model::deepseek_v41::{DeepseekV41, Options};
 use tf_numerics::math;
 use tf_text::chat::openai::chat_body;
 use tf_text::fields::Fields;
+use tf_text::json::reason;
 
 use crate::arguments::{Arguments, Mistakes};
 use crate::failure::{Failure, print};
 use crate::load::{self, Checked};
 use crate::options::Environment;
+use crate::output;
 
 /// Which rows are printed.
 enum Positions {
@@ -55,12 +57,19 @@ pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failu
     let checked = load::checked(&located, arguments)?;
     let lists = ids(arguments, &checked)?;
     let output = arguments.text("output");
+    if let Some(file) = output {
+        output::check("output", file)?;
+    }
+    let (rows, most) = (arguments.count("rows").unwrap_or(1), checked.loading.options.round_rows);
+    if rows > u64::from(most) {
+        return Err(usage(&format!("--rows {rows} is more than the {most} rows of a round. Use fewer")));
+    }
     if output.is_some() && lists.len() > 1 {
         return Err(usage("--output holds one list of tokens, and several are given. Run them one by one"));
     }
     let drafts = arguments.is_on("drafts");
     let decode = arguments.count("decode").map(|from| from as usize);
-    let feeding = Feeding { chunk, decode, rows: arguments.count("rows").unwrap_or(1) as usize };
+    let feeding = Feeding { chunk, decode, rows: rows as usize };
     let policy = match arguments.text("reference") {
         Some("exact") => Some(Numerics::Exact),
         Some("qdq") => Some(Numerics::Qdq),
@@ -177,8 +186,9 @@ fn ids(arguments: &Arguments, checked: &Checked) -> Result<Vec<Vec<u32>>, Failur
                 .ok_or_else(|| usage("--ids takes token ids like 0,213,331"))?,
         ]
     } else if let Some(file) = arguments.text("ids-file") {
-        let text = std::fs::read_to_string(file).map_err(|error| failed(format!("{file} can't be read: {error}")))?;
-        let json: Json = serde_json::from_str(&text).map_err(|error| failed(format!("{file} is no JSON: {error}")))?;
+        let text = output::read("ids-file", file)?;
+        let invalid = |error: serde_json::Error| failed(format!("{file} is not valid JSON: {}", reason(&error)));
+        let json: Json = serde_json::from_str(&text).map_err(invalid)?;
         let list = |json: &Json| -> Option<Vec<u32>> {
             json.as_array()?.iter().map(|id| id.as_u64().and_then(|id| u32::try_from(id).ok())).collect()
         };
@@ -191,7 +201,7 @@ fn ids(arguments: &Arguments, checked: &Checked) -> Result<Vec<Vec<u32>>, Failur
         vec![checked.tokenizer.encode_with_markers(text).map_err(|error| failed(error.to_string()))?]
     } else {
         let file = arguments.text("request").unwrap_or_default();
-        let text = std::fs::read_to_string(file).map_err(|error| failed(format!("{file} can't be read: {error}")))?;
+        let text = output::read("request", file)?;
         let body = tf_text::json::Value::parse(&text).map_err(|error| failed(format!("{file}: {error}")))?;
         let fields = Fields::of_body(&body).map_err(|error| failed(format!("{file}: {error}")))?;
         let body =
@@ -347,7 +357,8 @@ fn backend_drafts(model: &mut DeepseekV41, rows: &[f32], wanted: &[usize], lengt
 fn reference(checked: &Checked, policy: Numerics) -> Result<reference::Model, Failure> {
     let failed = |text: String| Failure::run_time(text);
     let config = checked.checkpoint.required_file("config.json").map_err(|error| failed(error.to_string()))?;
-    let config: Json = serde_json::from_slice(&config).map_err(|error| failed(format!("config.json: {error}")))?;
+    let invalid = |error: serde_json::Error| failed(format!("config.json is not valid JSON: {}", reason(&error)));
+    let config: Json = serde_json::from_slice(&config).map_err(invalid)?;
     let dimensions = Dimensions::from_config(&config).map_err(|error| failed(error.to_string()))?;
     let stored = |name: &str| {
         checked.checkpoint.view(name).map(|view| Stored {
@@ -444,7 +455,7 @@ fn write(file: &Path, ids: &[u32], logits: &[f32], vocab: usize, drafts: Option<
         })
         .collect::<Result<Vec<_>, _>>()?;
     let bytes = safetensors::serialize(views, None).map_err(|error| failed(error.to_string()))?;
-    crate::output::write(file, &bytes).map_err(|error| failed(error.to_string()))
+    output::write(file, &bytes).map_err(|error| failed(error.to_string()))
 }
 
 #[cfg(test)]

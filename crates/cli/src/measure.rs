@@ -13,6 +13,7 @@ use crate::failure::Failure;
 use crate::load;
 use crate::locate::Located;
 use crate::options::{Command, Environment, find};
+use crate::output::read;
 use crate::serve::Local;
 
 pub const SEED: u64 = 1234;
@@ -302,13 +303,11 @@ fn arrival(arguments: &Arguments, seed: u64) -> Result<serve::Arrival, Failure> 
     }
 }
 
-fn read(flag: &str, file: &str) -> Result<String, Failure> {
-    std::fs::read_to_string(file).map_err(|error| Failure::run_time(format!("--{flag} {file} can't be read: {error}")))
-}
-
 fn read_ids(file: &str) -> Result<Vec<u32>, Failure> {
-    let ids: Vec<u32> = serde_json::from_str(&read("prompt-file", file)?)
-        .map_err(|error| Failure::run_time(format!("--prompt-file {file} is no JSON list of token ids: {error}")))?;
+    let ids: Vec<u32> = serde_json::from_str(&read("prompt-file", file)?).map_err(|error| {
+        let reason = tf_text::json::reason(&error);
+        Failure::run_time(format!("--prompt-file {file} is no JSON list of token ids: {reason}"))
+    })?;
     match ids.is_empty() {
         true => Err(Failure::run_time(format!("--prompt-file {file} holds no token"))),
         false => Ok(ids),

@@ -7,7 +7,7 @@ use crate::options::{
 
 /// `docs/reference/options.md`.
 fn page() -> String {
-    let mut page = String::from(
+    let mut page = format!(
         "# Options\n\nGenerated from the program's own table; `cargo xtask gen` rewrites it.\n\nEvery option has a flag, \
          a variable `TENSORFOLD_` + the flag in capitals with `_` (`--max-tokens` is `TENSORFOLD_MAX_TOKENS`; a repeatable \
          one takes a list with commas), and a key in the TOML file that `--config` names, above all tables or below \
@@ -15,7 +15,8 @@ fn page() -> String {
          their variables carry the command's name (`TENSORFOLD_BENCH_FORMAT`), and their keys stand below it. \
          Flag beats variable beats file \
          beats default; `tensorfold info --options` shows which one won. Sizes: `512MiB`, `16g` (binary) or `64GB` (decimal). \
-         Counts: `32k` is 32,768, `1M` is 1,048,576.\n\n## Commands\n\n| command | job |\n| --- | --- |\n",
+         Counts: `32k` is 32,768, `1M` is 1,048,576. {}\n\n## Commands\n\n| command | job |\n| --- | --- |\n",
+        crate::help::EXIT_CODES
     );
     for command in Command::ALL {
         let (arguments, help) = command.help();
@@ -27,6 +28,7 @@ fn page() -> String {
         for spec in OPTIONS.iter().filter(|spec| spec.section == section) {
             page += &row(spec);
         }
+        page += note(section);
     }
     page += "\n## Flags of other programs\n\n| flag | answer |\n| --- | --- |\n";
     for pasted in PASTED {
@@ -52,6 +54,21 @@ fn page() -> String {
         page += &format!("| `{name}` | {text} |\n");
     }
     page
+}
+
+/// What stands below a section's table.
+fn note(section: Section) -> &'static str {
+    match section {
+        Section::Devices => {
+            "\nThe files of a checkpoint must stay as they are while it is served. The n-gram tables are read from them all the \
+             time with `--engram mmap` and `disk`, and on Metal all large weights are. Whether these files have changed is asked \
+             before each round that reads mapped rows, and once a second: then requests get 503 `checkpoint_changed`, and \
+             `/health` names the file. A mapped file that is cut short in the very moment in which it is read still ends the \
+             process (SIGBUS), as it does while the weights are loaded. So put a new version beside the old one and rename it, or \
+             use `--engram ram`, which reads no file any more once the server is ready.\n"
+        }
+        _ => "",
+    }
 }
 
 fn row(spec: &OptionSpec) -> String {

@@ -18,9 +18,10 @@ use tf_numerics::lanes::Level;
 use tf_server::{ReasoningField, ReasoningLimits, SamplingDefaults};
 use tf_text::chat::openai::{Defaults, parse_effort};
 
-use crate::arguments::{Arguments, Mistakes, Value, engram_place};
+use crate::arguments::{Arguments, Mistakes, Value, engram_place, parse_value, show};
 use crate::disk;
 use crate::machine::{self, Memory};
+use crate::options::{Command, DefaultValue, find};
 
 /// Slots that `--parallel auto` takes where they fit.
 const SLOTS_AUTO: u32 = 8;
@@ -31,6 +32,16 @@ const KEPT_WINDOWS_AUTO: u64 = 32;
 /// What the program takes beside the model: tokenizer, threads, connections, texts of requests, what the allocator keeps.
 const PROGRAM_BYTES: u64 = 48 << 20;
 
+/// Memory for work on bodies: that of cutting a whole window of usual text into tokens.
+const WORK_BYTES_A_TOKEN: u64 = 6 * tf_server::CUT_BYTES as u64;
+/// However short the window may be, and however long.
+const WORK_BYTES: (u64, u64) = (8 << 20, 1 << 30);
+/// The largest body where nobody says, and what of the memory it is at most.
+const BODY_BYTES: u64 = 64 << 20;
+const BODY_PART: u64 = 64;
+/// Options whose value may be what leaves no room.
+const SIZES: [&str; 5] = ["prefix-cache-bytes", "engram", "max-body", "round-rows", "threads"];
+
 /// What a model is loaded with, and what that takes.
 #[derive(Clone, Debug)]
 pub struct Loading {
@@ -38,10 +49,24 @@ pub struct Loading {
     pub plan: MemoryPlan,
     /// Bytes for kept prefixes, their pages included; 0 keeps none.
     pub prefix_cache_bytes: u64,
+    /// The largest body of a request, and memory for work on bodies.
+    pub body_bytes: u64,
+    pub work_bytes: u64,
     /// What the model may take on its device; `None` where the memory isn't known.
     pub budget: Option<u64>,
     /// Where n-gram rows live.
     pub engram: EngramPlace,
+}
+
+/// Why nothing is loaded with these arguments.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum LoadingError {
+    /// Values that can't be: wrong usage.
+    #[error(transparent)]
+    Usage(#[from] Mistakes),
+    /// What this machine has no room for.
+    #[error("{fact}. {advice}")]
+    Room { fact: String, advice: String },
 }
 
 /// Where a model would run.
@@ -58,11 +83,37 @@ pub struct Site {
 /// Threads, context, slots and rows for a shape.
 ///
 /// # Errors
-/// [`Mistakes`] for a value beyond the model's limits, or a plan beyond the memory.
-pub fn loading(arguments: &Arguments, shape: &Shape, site: Site) -> Result<Loading, Mistakes> {
+/// [`LoadingError::Usage`] for values beyond the model's limits, [`LoadingError::Room`] for a plan beyond the memory; where one
+/// option's value is to blame, with that option.
+pub fn loading(arguments: &Arguments, shape: &Shape, site: Site) -> Result<Loading, LoadingError> {
+    let settled = settle(arguments, shape, site);
+    let Err(LoadingError::Room { fact, .. }) = &settled else { return settled };
+    for flag in SIZES.into_iter().filter(|flag| is_given(arguments, flag)) {
+        if let (Ok(_), Some(value)) = (settle(&arguments.without(flag), shape, site), flag_value(arguments, flag)) {
+            let value = if let Value::Bytes(bytes) = value { show_bytes(*bytes) } else { show(value) };
+            return Err(LoadingError::Room {
+                fact: format!("--{flag} {value} leaves no room for the rest, which fits without it: {fact}"),
+                advice: "Use a smaller value, or raise --memory".to_owned(),
+            });
+        }
+    }
+    settled
+}
+
+/// What was asked for, where it can be.
+struct Asked {
+    budget: Option<u64>,
+    threads: usize,
+    context: Option<u32>,
+    slots: Option<u32>,
+    round_rows: u32,
+    is_drafting: bool,
+    body_bytes: u64,
+}
+
+fn asked(arguments: &Arguments, shape: &Shape, site: Site) -> Result<Asked, Mistakes> {
     let mut mistakes = Vec::new();
     let budget = budget(arguments, site.memory, &mut mistakes);
-    let engram = flag_text(arguments, "engram").and_then(engram_place).unwrap_or_default();
     let threads = flag_count(arguments, "threads").map_or_else(machine::physical_cores, |count| count as usize);
     let longest = shape.max_position_embeddings as u32;
     let context = match flag_count(arguments, "context") {
@@ -93,15 +144,46 @@ pub fn loading(arguments: &Arguments, shape: &Shape, site: Site) -> Result<Loadi
             "--round-rows {round_rows} leaves no row for prompts beside {slots} replies. Use more rows than --parallel"
         ));
     }
-    if let (crate::options::Command::Serve, Some(text)) = (arguments.command, chunk_text(arguments)) {
+    if let (Command::Serve, Some(text)) = (arguments.command, chunk_text(arguments)) {
         let is_count = text.parse::<u32>().is_ok_and(|rows| rows > 0);
         if text != "auto" && !is_count {
             mistakes.push(format!("--chunk {text} is no number of rows. Use 1 or more, or auto"));
         }
     }
-    if !mistakes.is_empty() {
-        return Err(Mistakes(mistakes));
+    let body_bytes = body_bytes(arguments, budget);
+    if body_bytes == Some(0) {
+        mistakes.push("--max-body 0 refuses every request. Use a larger value or leave it out".to_owned());
     }
+    let body_bytes = body_bytes.unwrap_or(0);
+    match mistakes.is_empty() {
+        true => Ok(Asked { budget, threads, context, slots, round_rows, is_drafting, body_bytes }),
+        false => Err(Mistakes(mistakes)),
+    }
+}
+
+/// The largest body of a request; `None` where nobody sends any. What `info` shows is a server's.
+fn body_bytes(arguments: &Arguments, budget: Option<u64>) -> Option<u64> {
+    if !matches!(arguments.command, Command::Serve | Command::Info) {
+        return None;
+    }
+    match flag_value(arguments, "max-body") {
+        Some(Value::Bytes(bytes)) => Some(*bytes),
+        _ => Some((budget.unwrap_or(u64::MAX) / BODY_PART).clamp(1, BODY_BYTES)),
+    }
+}
+
+/// Memory for work on bodies of a window.
+fn work_bytes(body_bytes: u64, context: u32) -> u64 {
+    match body_bytes {
+        0 => 0,
+        _ => (u64::from(context) * WORK_BYTES_A_TOKEN).clamp(WORK_BYTES.0, WORK_BYTES.1),
+    }
+}
+
+fn settle(arguments: &Arguments, shape: &Shape, site: Site) -> Result<Loading, LoadingError> {
+    let Asked { budget, threads, context, slots, round_rows, is_drafting, body_bytes } = asked(arguments, shape, site)?;
+    let engram = flag_text(arguments, "engram").and_then(engram_place).unwrap_or_default();
+    let longest = shape.max_position_embeddings as u32;
 
     // A copy of a shared page for each slot, beside its own.
     let slot_pages = |slots: u32, context: u32| slots * (context.div_ceil(PAGE_POSITIONS) + 1);
@@ -109,6 +191,7 @@ pub fn loading(arguments: &Arguments, shape: &Shape, site: Site) -> Result<Loadi
     let with_pages = |slots: u32, context: u32, pages: u32, kept_bytes: u64| MemoryPlan {
         kept_bytes,
         program_bytes: PROGRAM_BYTES,
+        bodies_bytes: tf_server::BODIES_MAX as u64 * body_bytes + work_bytes(body_bytes, context),
         disk_index_bytes: disk::index_bytes(arguments, budget),
         engram,
         ..MemoryPlan::on(site.backend, shape, slots, context, round_rows, threads, Some(pages))
@@ -127,22 +210,23 @@ pub fn loading(arguments: &Arguments, shape: &Shape, site: Site) -> Result<Loadi
         with_pages(slots, context, slot_pages(slots, context).saturating_add(kept), asked_bytes.unwrap_or(0))
     };
     let room = budget.unwrap_or(u64::MAX);
-    let refuse = |text: String| Mistakes(vec![text]);
+    let refuse = |fact: String, advice: String| LoadingError::Room { fact, advice };
     let least = plan(1, context.unwrap_or(1));
     if let Some(host) = site.host.map(machine::budget).filter(|host| least.host_only_bytes() > *host) {
-        return Err(refuse(format!(
-            "the host keeps {} beside the GPU, and {} are there. Use --engram disk or mmap, or a smaller --prefix-cache-bytes",
+        let fact = format!(
+            "the host keeps {} beside the GPU, and {} are there",
             show_bytes(least.host_only_bytes()),
             show_bytes(host)
-        )));
+        );
+        return Err(refuse(fact, "Use --engram disk or mmap, or a smaller --prefix-cache-bytes".to_owned()));
     }
     if least.fixed_bytes() > room {
-        return Err(refuse(format!(
-            "the weights, the activations and the program itself need {}, and {} are there. Use a machine with more \
-             memory, or raise --memory",
+        let fact = format!(
+            "the weights, the activations and the program itself need {}, and {} are there",
             show_bytes(least.fixed_bytes()),
             show_bytes(room)
-        )));
+        );
+        return Err(refuse(fact, "Use a machine with more memory, or raise --memory".to_owned()));
     }
     let context = match context {
         Some(context) => context,
@@ -150,13 +234,16 @@ pub fn loading(arguments: &Arguments, shape: &Shape, site: Site) -> Result<Loadi
             let fits = |context: &u32| plan(slots.unwrap_or(1), *context).total_bytes() <= room;
             largest(longest, fits).ok_or_else(|| {
                 let room = show_bytes(room);
-                refuse(match slots {
-                    Some(slots) if slots > 1 => format!(
-                        "not even one token for each of {slots} requests fits beside the weights in {room}. Use a smaller \
-                         --parallel, or raise --memory"
+                match slots {
+                    Some(slots) if slots > 1 => refuse(
+                        format!("not even one token for each of {slots} requests fits beside the weights in {room}"),
+                        "Use a smaller --parallel, or raise --memory".to_owned(),
                     ),
-                    _ => format!("not even one token of context fits beside the weights in {room}. Raise --memory"),
-                })
+                    _ => refuse(
+                        format!("not even one token of context fits beside the weights in {room}"),
+                        "Raise --memory".to_owned(),
+                    ),
+                }
             })?
         }
     };
@@ -175,11 +262,12 @@ pub fn loading(arguments: &Arguments, shape: &Shape, site: Site) -> Result<Loadi
             Some(most) => format!("--parallel {most} fits"),
             None => "Use a smaller --context".to_owned(),
         };
-        return Err(refuse(format!(
-            "{slots} requests of {context} tokens need {}, and {} are there. {hint}, or raise --memory",
+        let fact = format!(
+            "{slots} requests of {context} tokens need {}, and {} are there",
             show_bytes(plan.total_bytes()),
             show_bytes(room)
-        )));
+        );
+        return Err(refuse(fact, format!("{hint}, or raise --memory")));
     }
     let own_pages = slot_pages(slots, context);
     let prefix_cache_bytes = asked_bytes.unwrap_or_else(|| {
@@ -200,7 +288,8 @@ pub fn loading(arguments: &Arguments, shape: &Shape, site: Site) -> Result<Loadi
         pages: Some(pages),
         ..Options::default()
     };
-    Ok(Loading { options, plan, prefix_cache_bytes, budget, engram })
+    let work_bytes = work_bytes(body_bytes, context);
+    Ok(Loading { options, plan, prefix_cache_bytes, body_bytes, work_bytes, budget, engram })
 }
 
 /// The largest number from 1 to `most` for which `fits` holds; it holds for smaller ones where it does for larger.
@@ -218,19 +307,26 @@ fn largest(most: u32, fits: impl Fn(&u32) -> bool) -> Option<u32> {
 
 /// A count where the command has this option and someone set it.
 fn flag_count(arguments: &Arguments, flag: &str) -> Option<u64> {
-    crate::options::find(arguments.command, flag)?;
+    find(arguments.command, flag)?;
     arguments.count(flag)
 }
 
 /// The value of an option where the command has it and someone set it.
 fn flag_value<'a>(arguments: &'a Arguments, flag: &str) -> Option<&'a Value> {
-    crate::options::find(arguments.command, flag)?;
+    find(arguments.command, flag)?;
     arguments.setting(flag).map(|setting| &setting.value)
 }
 
 /// Whether a command has this option and someone set it.
 pub fn is_given(arguments: &Arguments, flag: &str) -> bool {
-    crate::options::find(arguments.command, flag).is_some() && arguments.is_given(flag)
+    find(arguments.command, flag).is_some() && arguments.is_given(flag)
+}
+
+/// Whether an option has the value that it has anyway.
+pub fn is_default(arguments: &Arguments, flag: &str) -> bool {
+    let default = find(arguments.command, flag).map(|spec| (spec.kind, spec.default));
+    let Some((kind, DefaultValue::Is(text))) = default else { return false };
+    parse_value(kind, text).ok().as_ref() == flag_value(arguments, flag)
 }
 
 /// A text where the command has this option and someone set it.
@@ -241,13 +337,13 @@ pub fn flag_text<'a>(arguments: &'a Arguments, flag: &str) -> Option<&'a str> {
 /// A number of seconds where the command has this option.
 #[cfg_attr(not(target_os = "macos"), expect(dead_code, reason = "asked by the Metal backend alone"))]
 pub fn flag_seconds(arguments: &Arguments, flag: &str) -> Option<Duration> {
-    crate::options::find(arguments.command, flag)?;
+    find(arguments.command, flag)?;
     seconds(arguments, flag)
 }
 
 /// What the program may take: `--memory`, else what is free less a reserve.
 fn budget(arguments: &Arguments, memory: Option<Memory>, mistakes: &mut Vec<String>) -> Option<u64> {
-    let setting = crate::options::find(arguments.command, "memory").and_then(|_| arguments.setting("memory"));
+    let setting = find(arguments.command, "memory").and_then(|_| arguments.setting("memory"));
     match (setting.map(|setting| &setting.value), memory) {
         (Some(Value::Bytes(bytes)), _) => Some(*bytes),
         (Some(Value::Number(share)), Some(memory)) => Some((memory.total as f64 * share) as u64),
@@ -262,7 +358,7 @@ fn budget(arguments: &Arguments, memory: Option<Memory>, mistakes: &mut Vec<Stri
 
 /// Most drafts of a window: `--draft`, at most what the draft block gives.
 pub fn draft_max(arguments: &Arguments, block: u32) -> u32 {
-    if crate::options::find(arguments.command, "draft").is_none() {
+    if find(arguments.command, "draft").is_none() {
         return block;
     }
     match arguments.setting("draft").map(|setting| &setting.value) {
@@ -285,7 +381,7 @@ pub fn engine_limits(arguments: &Arguments, model: &ModelLimits, loading: &Loadi
     if let Some(confidence) = arguments.number("draft-confidence") {
         limits.draft.confidence_min = confidence as f32;
     }
-    if arguments.command != crate::options::Command::Serve {
+    if arguments.command != Command::Serve {
         return limits;
     }
     if let Some(gap) = arguments.count("decode-gap-ms") {
@@ -304,7 +400,7 @@ pub fn engine_limits(arguments: &Arguments, model: &ModelLimits, loading: &Loadi
 }
 
 fn chunk_text(arguments: &Arguments) -> Option<&str> {
-    crate::options::find(arguments.command, "chunk").and_then(|_| arguments.text("chunk"))
+    find(arguments.command, "chunk").and_then(|_| arguments.text("chunk"))
 }
 
 /// What may end a reasoning from outside.
@@ -410,22 +506,22 @@ mod tests {
         assert_eq!((options.context, options.slots, options.round_rows, options.threads), (8192, 8, 512, 3));
         assert!(options.draft && loading.plan.total_bytes() <= loading.budget.unwrap());
         // Little memory: a shorter window before fewer than one request.
-        let tight = loading_of("serve --threads 1 --memory 76MiB").unwrap();
+        let tight = loading_of("serve --threads 1 --memory 88MiB").unwrap();
         assert!(tight.options.context < 8192 && tight.options.slots == 1, "{tight:?}");
-        assert!(tight.plan.total_bytes() <= 76 << 20);
+        assert!(tight.plan.total_bytes() <= 88 << 20);
         // Without any figure of the machine everything is taken as asked.
         let unknown = super::loading(&arguments("serve --parallel 3"), &FLASH, Site::default()).unwrap();
         assert_eq!((unknown.options.context, unknown.options.slots, unknown.budget), (1 << 20, 3, None));
     }
 
-    fn loading_of(line: &str) -> Result<Loading, Mistakes> {
+    fn loading_of(line: &str) -> Result<Loading, LoadingError> {
         loading(&arguments(line), &small(), memory(64 << 30))
     }
 
     #[test]
     fn a_raised_budget_never_shrinks_a_window() {
         let (mut context, mut slots, mut grew) = (0, 0, 0);
-        for mebibytes in 76..110 {
+        for mebibytes in 88..124 {
             let line = format!("serve --threads 1 --memory {mebibytes}MiB");
             let options = loading_of(&line).unwrap().options;
             assert!(options.context >= context && options.slots >= slots, "{mebibytes} MiB: {options:?}");
@@ -444,8 +540,8 @@ mod tests {
             ("serve --round-rows 5", "--round-rows 5 is fewer than the 6 rows of a draft block"),
             ("serve --round-rows 8 --parallel 8", "--round-rows 8 leaves no row for prompts beside 8 replies"),
             ("serve --memory 1MiB", "the weights, the activations and the program itself need"),
-            ("serve --memory 148MiB --parallel 1000", "one token for each of 1000 requests"),
-            ("serve --memory 108MiB --parallel 200 --context 8k", "or raise --memory"),
+            ("serve --memory 160MiB --parallel 1000", "one token for each of 1000 requests"),
+            ("serve --memory 120MiB --parallel 200 --context 8k", "or raise --memory"),
         ] {
             let error = loading_of(line).unwrap_err().to_string();
             assert!(error.contains(part), "{line}: {error}");
@@ -453,9 +549,41 @@ mod tests {
         let serial = loading_of("serve --round-rows 1 --draft off").unwrap().options;
         assert_eq!((serial.round_rows, serial.slots, serial.draft), (1, 1, false));
         let both = loading_of("serve --context 9k --round-rows 1").unwrap_err();
-        assert_eq!(both.0.len(), 2, "{both}");
+        assert!(matches!(&both, LoadingError::Usage(mistakes) if mistakes.0.len() == 2), "{both}");
         let release = loading(&arguments("info x"), &FLASH, memory(64 << 30)).unwrap_err().to_string();
         assert!(release.contains("GiB, and 56.0 GiB are there"), "{release}");
+    }
+
+    /// Reported as: `--prefix-cache-bytes 999TiB` is told to use a smaller --parallel, `--engram disk:99999999GiB` to buy memory.
+    #[test]
+    fn the_option_that_leaves_no_room_is_the_one_that_is_named() {
+        for (line, part) in [
+            ("serve --prefix-cache-bytes 999TiB", "--prefix-cache-bytes 999.0 TiB leaves no room"),
+            ("serve --prefix-cache-bytes 63GiB --parallel 2", "--prefix-cache-bytes 63.0 GiB leaves no room"),
+            ("serve --engram disk:99999999GiB", "--engram disk:99999999GiB leaves no room"),
+            ("serve --max-body 40GiB", "--max-body 40.0 GiB leaves no room"),
+            ("serve --memory 16GiB --round-rows 1M", "--round-rows 1048576 leaves no room"),
+        ] {
+            let error = loading_of(line).unwrap_err().to_string();
+            assert!(error.starts_with(part) && error.contains("GiB"), "{line}: {error}");
+            assert!(error.ends_with("Use a smaller value, or raise --memory"), "{line}: {error}");
+        }
+        let error = loading_of("serve --memory 1MiB --prefix-cache-bytes 1GiB").unwrap_err().to_string();
+        assert!(error.starts_with("the weights"), "without it the rest doesn't fit either: {error}");
+    }
+
+    #[test]
+    fn bodies_are_in_the_plan_of_whoever_reads_some() {
+        let plan = |line: &str| loading_of(line).unwrap().plan;
+        let (serve, info) = (plan("serve --context 8k"), plan("info tiny-dsv41 --context 8k"));
+        assert_eq!(serve.bodies_bytes, info.bodies_bytes, "the plan of info is the plan of serve");
+        assert_eq!(serve.bodies_bytes, 2 * (64 << 20) + 8192 * 6 * 192);
+        assert_eq!(plan("serve --context 8k --max-body 3MiB").bodies_bytes, 2 * (3 << 20) + 8192 * 6 * 192);
+        assert_eq!(plan("run hello").bodies_bytes, 0);
+        let small = loading_of("serve --memory 128MiB").unwrap();
+        assert_eq!(small.body_bytes, 2 << 20, "a 64th of the memory");
+        let error = loading_of("serve --max-body 0").unwrap_err().to_string();
+        assert!(error.contains("--max-body 0 refuses every request"), "{error}");
     }
 
     #[test]

@@ -283,7 +283,8 @@ impl Chat {
         }
         let text =
             std::fs::read_to_string(Path::new(file)).map_err(|error| format!("{file} can't be read: {error}"))?;
-        let conversation: Json = serde_json::from_str(&text).map_err(|error| format!("{file} is no JSON: {error}"))?;
+        let conversation: Json = serde_json::from_str(&text)
+            .map_err(|error| format!("{file} is not valid JSON: {}", tf_text::json::reason(&error)))?;
         let messages = conversation["messages"].as_array().ok_or(format!("{file} has no list of messages"))?;
         let messages = messages.iter().map(|message| message_of(message, file)).collect::<Result<Vec<_>, _>>()?;
         self.system = conversation["system"].as_str().map(str::to_owned);

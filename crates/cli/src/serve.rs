@@ -8,8 +8,9 @@ use std::time::{Duration, Instant};
 use tf_engine::disk::{Disk, Folder};
 use tf_engine::{EngineHandle, WallClock};
 use tf_model::deepseek_v41::DeepseekV41;
+use tf_model::deepseek_v41::engram_rows::check_files;
 use tf_numerics::draw;
-use tf_server::{ApiKey, MetricsNames, Seeds, ServerConfig, Shutdown};
+use tf_server::{ApiKey, FilesCheck, MetricsNames, Seeds, ServerConfig, Shutdown};
 use tokio::net::TcpListener;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::{oneshot, watch};
@@ -30,6 +31,9 @@ pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failu
     let address = address(arguments)?;
     let checked = load::checked(&located, arguments)?;
     if arguments.is_on("dry-run") {
+        disk::check(arguments, &checked)?;
+        // Whoever could not listen now could not serve.
+        std::net::TcpListener::bind(address).map_err(|error| taken(address, &error))?;
         return Ok(crate::failure::print(&plan_text(&checked))?);
     }
     let disk = disk::open(arguments, &checked)?;
@@ -72,11 +76,11 @@ async fn serve(
 }
 
 async fn listen(address: SocketAddr) -> Result<TcpListener, Failure> {
-    TcpListener::bind(address).await.map_err(|error| {
-        Failure::run_time(format!(
-            "{address} can't be listened on: {error}. Choose another --port, or 0 for any free one"
-        ))
-    })
+    TcpListener::bind(address).await.map_err(|error| taken(address, &error))
+}
+
+fn taken(address: SocketAddr, error: &std::io::Error) -> Failure {
+    Failure::run_time(format!("{address} can't be listened on: {error}. Choose another --port, or 0 for any free one"))
 }
 
 /// Loads beside the open socket, serves until `shutdown` says otherwise, and waits for the engine's thread.
@@ -230,7 +234,9 @@ fn config(arguments: &Arguments, checked: &Checked, address: SocketAddr) -> Serv
         allowed_origins: arguments.list("allowed-origins").map(<[String]>::to_vec),
         allowed_hosts: arguments.list("allowed-hosts").map(<[String]>::to_vec).or_else(own_hosts),
         api_prefix: if prefix.is_empty() { String::new() } else { format!("/{prefix}") },
-        max_body_bytes: arguments.bytes("max-body").map_or(64 << 20, |bytes| bytes as usize),
+        max_body_bytes: checked.loading.body_bytes as usize,
+        work_bytes: checked.loading.work_bytes,
+        files: files(checked),
         sse_ping: seconds("sse-ping", 5),
         shutdown_timeout: seconds("shutdown-timeout", 30),
         access_log: arguments.is_on("access-log"),
@@ -241,6 +247,13 @@ fn config(arguments: &Arguments, checked: &Checked, address: SocketAddr) -> Serv
         info: crate::info::served(checked, arguments),
         memory_plan_total: checked.loading.plan.total_bytes(),
     }
+}
+
+/// Whether the files that the model reads while it runs are what they were.
+fn files(checked: &Checked) -> Arc<FilesCheck> {
+    let (checkpoint, shape) = (Arc::clone(&checked.checkpoint), checked.shape.clone());
+    let (place, backend) = (checked.loading.engram, checked.device.backend());
+    Arc::new(move || check_files(&checkpoint, &shape, place, backend).map_err(|error| error.to_string()))
 }
 
 fn keys(arguments: &Arguments) -> Vec<ApiKey> {

@@ -101,7 +101,7 @@ fn wrong_usage_ends_with_2_and_a_server_that_is_not_there_with_1() {
         (&["serve", "--rate", "1", "--concurrency", "2"], 2, "exclude each other"),
         (&["compare", "one.json"], 2, "takes two records"),
         (&["serve", "--minutes", "1"], 2, "--minutes has no effect on bench serve; it belongs to soak"),
-        (&["cache", "--prompt-file", "/nowhere.json"], 1, "can't be read"),
+        (&["cache", "--prompt-file", "/nowhere.json"], 2, "can't be read"),
     ];
     for (arguments, code, part) in cases {
         let output = run(arguments);

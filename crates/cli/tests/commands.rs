@@ -224,12 +224,12 @@ fn what_could_not_be_served_is_told_with_every_reason() {
         }
         assert!(started.elapsed().as_secs() < 20, "{name}");
     }
-    for (arguments, part) in [
-        (["--context", "5000"], "--context 5000 is larger than this model's 4096 positions"),
-        (["--memory", "2MiB"], "the weights, the activations and the program itself need"),
+    for (arguments, expected, part) in [
+        (["--context", "5000"], 2, "--context 5000 is larger than this model's 4096 positions"),
+        (["--memory", "2MiB"], 1, "the weights, the activations and the program itself need"),
     ] {
         let output = run(&[&["info", golden().to_str().unwrap()], &arguments[..]].concat(), &[]);
-        assert!(code(&output) == 1 && stderr(&output).contains(part), "{}", stderr(&output));
+        assert!(code(&output) == expected && stderr(&output).contains(part), "{}", stderr(&output));
     }
 }
 
@@ -298,4 +298,120 @@ fn a_model_whose_every_row_is_the_same_is_not_served() {
     let text = stderr(&output);
     assert_eq!((code(&output), stdout(&output)), (1, ""), "{text}");
     assert!(text.contains("layers.3.attn.wq_b.scale") && text.contains(".safetensors"), "{text}");
+}
+
+/// Reported as: `serve --chunk 0` ends with 1, other wrong values with 2.
+#[test]
+fn wrong_values_end_with_2_whatever_the_command() {
+    let cases: [&[&str]; 18] = [
+        &["serve", "--chunk", "0"],
+        &["serve", "--chunk", "7,8"],
+        &["serve", "--context", "99999"],
+        &["info", "tiny-dsv41", "--context", "99999"],
+        &["serve", "--round-rows", "1"],
+        &["serve", "--max-body", "0"],
+        &["serve", "--memory", "99999999TiB"],
+        &["serve", "--engram", "disk"],
+        &["logits", "--ids", "1", "--rows", "999"],
+        &["logits", "--ids-file", "/none"],
+        &["logits", "--request", "/none"],
+        &["logits", "--ids", "1", "--output", "/none/rows.safetensors"],
+        &["bench", "compare", "/none", "/none"],
+        &["bench", "cache", "--prompt-file", "/none"],
+        &["bench", "decode", "--output", "/none/record.json"],
+        &["selftest", "--laws", "L9"],
+        &["contract", "--only", "none"],
+        &["render", "tiny-dsv41", "/none"],
+    ];
+    for words in cases {
+        let output = run(words, &[]);
+        assert_eq!(code(&output), 2, "{words:?}: {}", stderr(&output));
+        // What could be found out about a model is shown all the same.
+        let is_quiet = output.stdout.is_empty() || words[0] == "info";
+        assert!(is_quiet && stderr(&output).starts_with("error: "), "{words:?}");
+    }
+}
+
+/// Reported as: `info --devices 5` is accepted, and `--devices 0`, the default, is refused.
+#[cfg(not(any(feature = "cuda", target_os = "macos")))]
+#[test]
+fn a_device_that_is_not_there_is_refused_and_the_default_is_not() {
+    for words in
+        [&["info", "--devices", "5"][..], &["info", "--devices", "x"], &["info", "tiny-dsv41", "--devices", "5"]]
+    {
+        let output = run(words, &[]);
+        assert_eq!(code(&output), 2, "{words:?}: {}", stderr(&output));
+        assert!(stderr(&output).contains("--devices"), "{words:?}: {}", stderr(&output));
+    }
+    for words in [&["info", "--devices", "0"][..], &["serve", "--devices", "0", "--dry-run", "--port", "0"]] {
+        let output = run(words, &[]);
+        assert_eq!(code(&output), 0, "{words:?}: {}", stderr(&output));
+    }
+}
+
+/// Reported as: `--dry-run` passes `--engram disk` for the built-in model and cache folders that can't be used.
+#[test]
+fn a_dry_run_refuses_what_the_real_run_refuses() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = taken.local_addr().unwrap().port().to_string();
+    let root = std::env::temp_dir().join(format!("tensorfold-cli-{}-dry", std::process::id()));
+    std::fs::create_dir_all(&root).unwrap();
+    let (file, fresh) = (root.join("file"), root.join("a/b"));
+    std::fs::write(&file, b"").unwrap();
+    let (file, fresh) = (file.to_str().unwrap(), fresh.to_str().unwrap());
+    let cases: [(&[&str], i32, &str); 5] = [
+        (&["--engram", "disk"], 2, "has no file to read n-gram rows from"),
+        (&["--cache-dir", file], 1, "Name a directory that this user may write"),
+        (&["--cache-dir-bytes", "5MiB"], 2, "--cache-dir-bytes has no effect without --cache-dir"),
+        (&["--cache-dir", fresh, "--prefix-cache", "off"], 2, "has no effect while no prefix is kept"),
+        (&["--port", &port], 1, "can't be listened on"),
+    ];
+    for (words, expected, part) in cases {
+        let port = if words.contains(&"--port") { &[][..] } else { &["--port", "0"] };
+        let dry = run(&[&["serve", "--dry-run"], words, port].concat(), &[]);
+        let real = run(&[&["serve"], words, port].concat(), &[]);
+        assert_eq!((code(&dry), code(&real)), (expected, expected), "{words:?}: {}", stderr(&dry));
+        assert_eq!(stderr(&dry), stderr(&real), "{words:?}");
+        assert!(stderr(&dry).contains(part) && dry.stdout.is_empty(), "{words:?}: {}", stderr(&dry));
+    }
+    let good = run(&["serve", "--dry-run", "--port", "0", "--cache-dir", fresh], &[]);
+    assert!(code(&good) == 0 && stdout(&good).contains("in all"), "{}", stderr(&good));
+    assert!(!root.join("a").exists(), "a dry run leaves everything as it is");
+    std::fs::remove_dir_all(&root).unwrap();
+}
+
+/// Reported as: a damaged config.json is told in the words of a library.
+#[test]
+fn damaged_json_files_are_told_in_plain_words() {
+    let cases: [(&str, &[u8], &str); 7] = [
+        (
+            "config.json",
+            b"{\"a\": ",
+            "config.json is not valid JSON: it ends at line 1, column 6, before it is complete",
+        ),
+        ("config.json", b"null", "config.json: the text is not an object"),
+        (
+            "config.json",
+            b"{\"a\": nul}",
+            "config.json is not valid JSON: expected true, false or null at line 1, column 10",
+        ),
+        ("tokenizer.json", b"null", "tokenizer.json: the file is null, expected an object"),
+        (
+            "tokenizer.json",
+            b"{",
+            "tokenizer.json is not valid JSON: it ends at line 1, column 1, before the value is complete",
+        ),
+        ("generation_config.json", b"[1", "generation_config.json is not valid JSON: it ends at line 1, column 2"),
+        ("model.safetensors.index.json", b"{\"weight_map\": 5}", "found `5`, expected an object from tensor to shard"),
+    ];
+    for (file, contents, part) in cases {
+        let copy = Copy::new("plain-words");
+        std::fs::write(copy.0.join(file), contents).unwrap();
+        let output = run(&["serve", copy.path(), "--dry-run", "--port", "0"], &[]);
+        let text = stderr(&output);
+        assert!(code(&output) == 1 && text.contains(part), "{file}: {text}");
+        for word in ["EOF", "invalid type", "ident", "missing field"] {
+            assert!(!text.contains(word), "{file}: {text}");
+        }
+    }
 }

@@ -394,8 +394,8 @@ fn a_model_larger_than_the_memory_is_refused_at_once_with_the_flag() {
     let golden = golden.to_str().unwrap();
     for words in [
         &["serve", golden, "--memory", "4MiB"][..],
-        &["serve", "--memory", "88MiB", "--parallel", "200", "--context", "8k"],
-        &["serve", "--memory", "68MiB", "--prefix-cache-bytes", "1GiB"],
+        &["serve", "--memory", "100MiB", "--parallel", "200", "--context", "8k"],
+        &["serve", "--memory", "80MiB", "--prefix-cache-bytes", "1GiB"],
         &["info", "tiny-dsv41", "--memory", "4MiB", "--context", "8k"],
     ] {
         let started = std::time::Instant::now();
@@ -433,5 +433,49 @@ fn the_plan_lists_the_indexers_scratch_and_is_the_servers_own() {
     };
     for part in ["indexer scratch", "activations", "cache pages", "kept states", "experts"] {
         assert_eq!(line(&serve, part), line(&text, part), "{part}");
+    }
+}
+
+/// Reported as: the server is gone (SIGBUS) after its checkpoint was written anew in place, with n-gram rows mapped.
+#[tokio::test]
+async fn a_checkpoint_that_shrinks_under_the_server_does_not_end_it() {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("../model/tests/golden/dsv41-tiny-a/model");
+    for engram in ["mmap", "disk:0MiB", "ram"] {
+        let copy = std::env::temp_dir().join(format!("tensorfold-reported-{}-{}", std::process::id(), &engram[..3]));
+        std::fs::create_dir_all(&copy).unwrap();
+        for entry in std::fs::read_dir(&golden).unwrap() {
+            let entry = entry.unwrap();
+            std::fs::copy(entry.path(), copy.join(entry.file_name())).unwrap();
+        }
+        let demo = Demo::start(&[copy.to_str().unwrap(), "--engram", engram]);
+        let body = json!({"prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": true});
+        let before = demo.ask(&body).await;
+        for entry in std::fs::read_dir(&copy).unwrap() {
+            let path = entry.unwrap().path();
+            if path.extension().is_some_and(|extension| extension == "safetensors") {
+                std::fs::File::options().write(true).open(path).unwrap().set_len(16).unwrap();
+            }
+        }
+        if engram == "ram" {
+            assert_eq!(reply(&demo.ask(&body).await), reply(&before), "nothing is read from the files any more");
+            assert!(demo.client.get("/health").await.is_ok());
+        } else {
+            let other = json!({"prompt": [50, 60, 70, 80], "max_tokens": 4, "ignore_eos": true});
+            let error = demo.client.post("/v1/completions", &other).await.expect_err(engram).to_string();
+            assert!(error.contains("answered 50"), "{engram}: {error}");
+            let mut health = String::new();
+            for _ in 0..1000 {
+                health = demo.client.get("/health").await.map_or_else(|error| error.to_string(), |_| String::new());
+                if health.contains("it has 16 bytes and had") {
+                    break;
+                }
+                tokio::time::sleep(Duration::from_millis(5)).await;
+            }
+            assert!(
+                health.contains("answered 503") && health.contains("it has 16 bytes and had"),
+                "{engram}: {health}"
+            );
+        }
+        std::fs::remove_dir_all(&copy).unwrap();
     }
 }

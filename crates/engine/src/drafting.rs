@@ -128,7 +128,7 @@ fn ask_head<M: Model>(
     let result = model.draft(&wanted, drafts);
     let is_answered = match result {
         Ok(()) => is_well_formed(drafts, wanted.len(), state.vocab_size),
-        Err(ForwardError::Failed(_)) => false,
+        Err(ForwardError::Failed(_) | ForwardError::Unreadable(_)) => false,
         Err(lost @ ForwardError::DeviceLost(_)) => return Err(lost),
     };
     if is_answered {

@@ -161,6 +161,9 @@ pub enum ForwardError {
     /// The sequences of this plan end; the others go on.
     #[error("the forward failed: {0}")]
     Failed(String),
+    /// The same, because something that is read while the model runs can't be read.
+    #[error("the forward failed: {0}")]
+    Unreadable(String),
     /// Nothing can run any more.
     #[error("the device is lost: {0}")]
     DeviceLost(String),

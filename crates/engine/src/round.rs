@@ -70,8 +70,9 @@ pub fn run_round<M: Model>(
     let now = clock.now();
     match given {
         Ok(()) => verify(state, &scratch.plan, &scratch.drawn, &mut scratch.accepted),
-        Err(ForwardError::Failed(message)) => {
-            commit::fail(state, &scratch.plan, &message, now);
+        Err(ref error @ (ForwardError::Failed(ref message) | ForwardError::Unreadable(ref message))) => {
+            state.stats.is_unreadable = matches!(error, ForwardError::Unreadable(_));
+            commit::fail(state, &scratch.plan, message, now);
             release(state, model, cache);
             commit::admit(state, now);
             release(state, model, cache);
@@ -80,6 +81,7 @@ pub fn run_round<M: Model>(
         }
         Err(ForwardError::DeviceLost(message)) => return Err(lose(state, model, cache, message, clock)),
     }
+    state.stats.is_unreadable = false;
     for (window, verdict) in scratch.plan.round.windows.iter().zip(&scratch.accepted) {
         model.keep(window.slot, verdict.kept);
     }

@@ -29,6 +29,8 @@ pub struct EngineStats {
     /// Calls of the drafter that failed; the rounds went on without drafts.
     pub draft_failures: u64,
     pub forward_failures: u64,
+    /// The last round failed for something that it could not read.
+    pub is_unreadable: bool,
     pub requests: u64,
     /// Requests that ended with their whole reply.
     pub completed: u64,

@@ -61,6 +61,9 @@ pub enum ReasoningField {
 /// A seed from a prompt's ids.
 pub type PromptSeed = dyn Fn(&[TokenId]) -> u64 + Send + Sync;
 
+/// Whether the files that the model reads while it runs are what they were; else which is not, and how.
+pub type FilesCheck = dyn Fn() -> Result<(), String> + Send + Sync;
+
 /// Seeds by name; the server draws nothing itself.
 #[derive(Clone)]
 pub struct Seeds {
@@ -98,6 +101,8 @@ pub struct ServerConfig {
     /// All routes are below this path; empty or `/path`.
     pub api_prefix: String,
     pub max_body_bytes: usize,
+    /// Memory for work on bodies, beside their own bytes.
+    pub work_bytes: u64,
     /// Longest silence in an open stream.
     pub sse_ping: Duration,
     /// How long a drain may take.
@@ -106,6 +111,7 @@ pub struct ServerConfig {
     pub access_log: bool,
     /// A round older than this makes the server unhealthy.
     pub watchdog: Duration,
+    pub files: Arc<FilesCheck>,
     pub metrics: MetricsNames,
     /// `/metrics` and `/memory` are answered without a key.
     pub metrics_open: bool,

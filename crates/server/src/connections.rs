@@ -20,6 +20,7 @@ use hyper::body::Incoming;
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper_util::rt::TokioIo;
+use tf_engine::Time;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Semaphore, mpsc, watch};
@@ -37,6 +38,14 @@ const INTERIM: &[u8] = b"HTTP/1.1 100 Continue\r\n\r\n";
 /// What a request's task may know about its connection.
 #[derive(Clone, Debug, Default)]
 pub struct Peer(Arc<Mutex<State>>);
+
+/// A request as it came in.
+#[derive(Clone, Debug)]
+pub struct Arrival {
+    pub peer: Peer,
+    /// When its head was read.
+    pub at: Time,
+}
 
 #[derive(Debug, Default)]
 struct State {

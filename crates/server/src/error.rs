@@ -15,6 +15,26 @@ const INVALID: &str = "invalid_request_error";
 const SERVER: &str = "server_error";
 const RATE: &str = "rate_limit_error";
 
+/// How long a request may be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Window {
+    /// Tokens of prompt and reply together.
+    pub tokens: u32,
+    /// Tokens that the model was made for.
+    pub most: u32,
+}
+
+impl Window {
+    /// What to do with a prompt that doesn't fit. `it`: the prompt in the sentence.
+    fn advice(self, it: &str) -> String {
+        let Window { tokens, most } = self;
+        match tokens < most {
+            true => format!("Shorten {it}, or start the server with a larger --context, up to {most}."),
+            false => format!("Shorten {it}: this is the most that the model was made for."),
+        }
+    }
+}
+
 /// A refusal or a failure, as it goes to the client.
 #[derive(Clone, Debug, PartialEq)]
 pub struct ApiError {
@@ -44,37 +64,39 @@ impl ApiError {
     }
 
     /// `what`: the field that holds the prompt.
-    pub fn context_length(what: &str, prompt: usize, context: u32) -> Self {
-        ApiError::too_long(what, &prompt.to_string(), context)
+    pub fn context_length(what: &str, prompt: usize, window: Window) -> Self {
+        ApiError::too_long(what, &prompt.to_string(), window)
     }
 
     /// Refuses a prompt whose length alone says that it can't fit, before it is encoded.
     ///
     /// # Errors
     /// As [`ApiError::context_length`], with what it has at the least.
-    pub fn hopeless(what: &str, least: usize, context: u32) -> Result<(), Self> {
-        if least <= context as usize {
+    pub fn hopeless(what: &str, least: usize, window: Window) -> Result<(), Self> {
+        if least <= window.tokens as usize {
             Ok(())
         } else {
-            Err(ApiError::too_long(what, &format!("at least {least}"), context))
+            Err(ApiError::too_long(what, &format!("at least {least}"), window))
         }
     }
 
-    fn too_long(what: &str, found: &str, context: u32) -> Self {
-        let place = if what == "messages" { "messages" } else { "prompt" };
+    fn too_long(what: &str, found: &str, window: Window) -> Self {
+        let (place, it) = if what == "messages" { ("messages", "them") } else { ("prompt", "it") };
         let message = format!(
-            "This model's maximum context length is {context} tokens, but the request has {found} tokens in the \
-             {place}. Shorten {}, or start the server with a larger --context.",
-            if what == "messages" { "them" } else { "it" }
+            "This model's maximum context length is {} tokens, but the request has {found} tokens in the {place}. {}",
+            window.tokens,
+            window.advice(it)
         );
         ApiError::invalid("context_length_exceeded", what, message)
     }
 
     /// The prompt fills the context, so that no token of a reply would fit.
-    pub fn no_room(what: &str, context: u32) -> Self {
+    pub fn no_room(what: &str, window: Window) -> Self {
+        let tokens = window.tokens;
         let message = format!(
-            "This model's maximum context length is {context} tokens, but the request has {context} tokens in the \
-             {what} and asks for a reply. Shorten it, or start the server with a larger --context."
+            "This model's maximum context length is {tokens} tokens, but the request has {tokens} tokens in the {what} \
+             and asks for a reply. {}",
+            window.advice("it")
         );
         ApiError::invalid("context_length_exceeded", what, message)
     }
@@ -123,6 +145,14 @@ impl ApiError {
         ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, INVALID, "request_too_large", message)
     }
 
+    /// Nothing is wrong with this one: others are on their way.
+    pub fn too_many_bodies() -> Self {
+        let message = "The memory for request bodies is taken by others that are on their way. Send the request again, \
+                       or start the server with a larger --max-body.";
+        let error = ApiError::new(StatusCode::TOO_MANY_REQUESTS, RATE, "too_many_bodies", message);
+        ApiError { retry_after: Some(Duration::from_secs(1)), ..error }
+    }
+
     pub fn unsupported_media_type(found: &str) -> Self {
         let message = format!("The body must be application/json, got {found:?}.");
         ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, INVALID, "unsupported_media_type", message)
@@ -163,6 +193,12 @@ impl ApiError {
             "The engine makes no progress (see --watchdog). Send the request again later, or restart the server.";
         let error = ApiError::new(StatusCode::SERVICE_UNAVAILABLE, SERVER, "engine_stalled", message);
         ApiError { retry_after: Some(Duration::from_secs(10)), ..error }
+    }
+
+    /// `fault`: which file, and what is wrong with it.
+    pub fn checkpoint_changed(fault: &str) -> Self {
+        let message = format!("{fault}. Nothing is computed from it any more; restart the server.");
+        ApiError::new(StatusCode::SERVICE_UNAVAILABLE, SERVER, "checkpoint_changed", message)
     }
 
     fn queue_timeout() -> Self {
@@ -221,12 +257,12 @@ impl ApiError {
     }
 
     /// `what`: the field that holds the prompt.
-    pub fn of_submit(error: SubmitError, what: &str) -> Self {
+    pub fn of_submit(error: SubmitError, what: &str, window: Window) -> Self {
         match error {
             SubmitError::EmptyPrompt => {
                 ApiError::invalid("invalid_value", what, "The prompt is empty; a model needs at least one token.")
             }
-            SubmitError::TooLong { prompt, context, .. } => ApiError::context_length(what, prompt, context),
+            SubmitError::TooLong { prompt, .. } => ApiError::context_length(what, prompt, window),
             SubmitError::UnknownToken { token, vocab_size } => ApiError::invalid(
                 "invalid_value",
                 what,

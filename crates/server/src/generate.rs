@@ -9,13 +9,13 @@ use std::task::Poll;
 use std::time::Instant;
 
 use sha2::{Digest, Sha256};
-use tf_engine::{Batch, FinishReason, Forcing, Reasoning, Reply, ReplyStats, Request, SubmitError};
+use tf_engine::{Batch, FinishReason, Forcing, Reasoning, Reply, ReplyStats, Request, SubmitError, Time};
 use tf_text::TokenId;
 use tf_text::chat::{Marker, ParseStart, Prompt};
 use tf_text::reply::{Delta, End, Finish, ReplyOptions, ReplyStream};
 use tf_text::tokenizer::{Tokenizer, TokenizerError};
 
-use crate::error::ApiError;
+use crate::error::{ApiError, Window};
 use crate::http::Server;
 use crate::metrics::Metrics;
 use crate::openai::sampling::Generation;
@@ -108,6 +108,8 @@ pub struct Asked<'a> {
     pub max_tokens_default: Option<u32>,
     pub logprobs: Option<u32>,
     pub score_prompt: bool,
+    /// When the request came in: its time runs from there.
+    pub arrived: Time,
 }
 
 /// A choice that has ended.
@@ -156,11 +158,11 @@ pub fn submit(server: &Server, asked: Asked<'_>, prompts: Vec<PromptInput>) -> R
     if !generation.ignore_eos {
         end_ids.push(end_token);
     }
-    let deadline = generation.timeout.map(|timeout| engine.now().after(timeout));
+    let deadline = generation.timeout.map(|timeout| asked.arrived.after(timeout));
     let mut requests = Vec::new();
     let mut readings = Vec::new();
     for prompt in prompts {
-        let max_tokens = reply_limit(engine.limits().context, prompt.tokens.len(), &asked)?;
+        let max_tokens = reply_limit(server.window(), prompt.tokens.len(), &asked)?;
         let seed = generation.seed.unwrap_or_else(|| (config.seeds.of_prompt)(&prompt.tokens));
         for choice in 0..generation.choice_count {
             let mut sampling = generation.sampling.clone();
@@ -192,7 +194,7 @@ pub fn submit(server: &Server, asked: Asked<'_>, prompts: Vec<PromptInput>) -> R
         if matches!(error, SubmitError::QueueFull { .. }) {
             server.metrics.refused("queue_full");
         }
-        ApiError::of_submit(error, asked.what)
+        ApiError::of_submit(error, asked.what, server.window())
     })?;
     let choices = replies.into_iter().zip(submitted).zip(readings).map(|((reply, request), (reading, seed))| Choice {
         prompt: request.prompt,
@@ -217,14 +219,22 @@ pub fn submit(server: &Server, asked: Asked<'_>, prompts: Vec<PromptInput>) -> R
 }
 
 /// How many tokens a reply may have: what was asked for, as far as there is room.
-fn reply_limit(context: u32, prompt: usize, asked: &Asked<'_>) -> Result<u32, ApiError> {
+fn reply_limit(window: Window, prompt: usize, asked: &Asked<'_>) -> Result<u32, ApiError> {
     let room = match u32::try_from(prompt) {
-        Ok(prompt) if prompt <= context => context - prompt,
-        Ok(_) | Err(_) => return Err(ApiError::context_length(asked.what, prompt, context)),
+        Ok(prompt) if prompt <= window.tokens => window.tokens - prompt,
+        Ok(_) | Err(_) => return Err(ApiError::context_length(asked.what, prompt, window)),
     };
-    let wanted = asked.generation.max_tokens.or(asked.max_tokens_default).unwrap_or(u32::MAX);
+    let generation = asked.generation;
+    let wanted = generation.max_tokens.or(asked.max_tokens_default).unwrap_or(u32::MAX);
+    if generation.min_tokens > wanted {
+        let message = format!(
+            "min_tokens {} is more than the {wanted} tokens that a reply has here without max_tokens: send max_tokens too",
+            generation.min_tokens
+        );
+        return Err(ApiError::invalid("conflicting_values", "min_tokens", message));
+    }
     if room == 0 && wanted > 0 {
-        return Err(ApiError::no_room(asked.what, context));
+        return Err(ApiError::no_room(asked.what, window));
     }
     Ok(wanted.min(room))
 }

@@ -23,11 +23,15 @@ pub enum Condition {
     /// A round is older than the watchdog allows.
     Stalled,
     Failed,
+    /// Files of the checkpoint aren't what they were when they were opened.
+    Changed,
+    /// The last round could not read what it needs.
+    Unreadable,
 }
 
 impl Condition {
-    /// What the engine shows now; a round older than `watchdog` is a stall.
-    pub fn of(engine: &EngineHandle, watchdog: Duration) -> Self {
+    /// What the engine and the files show now; a round older than `watchdog` is a stall.
+    pub fn of(engine: &EngineHandle, watchdog: Duration, files: &Files) -> Self {
         match engine.lifecycle() {
             Lifecycle::Draining | Lifecycle::Stopped(StopReason::Drained | StopReason::Asked) => {
                 return Condition::Draining;
@@ -35,9 +39,16 @@ impl Condition {
             Lifecycle::Stopped(StopReason::DeviceLost(_) | StopReason::BrokenDown) => return Condition::Failed,
             Lifecycle::Running => {}
         }
-        let now = engine.now();
-        let is_stalled = engine.stats().round_since.is_some_and(|since| now.since(since) > watchdog);
-        if is_stalled { Condition::Stalled } else { Condition::Ok }
+        let (now, stats) = (engine.now(), engine.stats());
+        if stats.round_since.is_some_and(|since| now.since(since) > watchdog) {
+            Condition::Stalled
+        } else if files.fault().is_some() {
+            Condition::Changed
+        } else if stats.is_unreadable {
+            Condition::Unreadable
+        } else {
+            Condition::Ok
+        }
     }
 
     /// 200 while requests are served, else 503.
@@ -52,12 +63,12 @@ impl Condition {
             Condition::Loading => "loading",
             Condition::Draining => "draining",
             Condition::Stalled => "stalled",
-            Condition::Failed => "failed",
+            Condition::Failed | Condition::Changed | Condition::Unreadable => "failed",
         }
     }
 
-    /// The body of a refusal, in llama-server's form.
-    pub fn refusal(self) -> Value {
+    /// The body of a refusal, in llama-server's form. `fault`: of the files, for who may know it.
+    pub fn refusal(self, fault: Option<String>) -> Value {
         let message = match self {
             Condition::Ok => "ok",
             Condition::Loading => "Loading model",
@@ -65,8 +76,45 @@ impl Condition {
             Condition::Draining => "draining",
             Condition::Stalled => "stalled",
             Condition::Failed => "failed",
+            Condition::Changed => "failed: the checkpoint has changed",
+            Condition::Unreadable => "failed: the checkpoint could not be read",
         };
+        let message = fault.map_or_else(|| message.to_owned(), |fault| format!("failed: {fault}"));
         json!({"error": {"code": 503, "message": message, "type": "unavailable_error"}})
+    }
+}
+
+/// What was last found of the files that are read while the model runs.
+#[derive(Debug, Default)]
+pub struct Files(Mutex<Option<String>>);
+
+impl Files {
+    /// What is wrong with them.
+    pub fn fault(&self) -> Option<String> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn note(&self, found: Result<(), String>) {
+        let mut fault = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        if let (None, Err(found)) = (&*fault, &found) {
+            tracing::error!("{found}: nothing is computed from it any more, restart the server");
+        }
+        *fault = found.err();
+    }
+}
+
+/// How often the files are looked at.
+const FILES_EVERY: Duration = Duration::from_secs(1);
+
+/// Looks at the files that the model reads while it runs, for as long as the server lives.
+pub async fn watch_files(server: Arc<Server>) {
+    loop {
+        let check = server.config.files.clone();
+        // A drive may take its time to answer.
+        if let Ok(found) = tokio::task::spawn_blocking(move || check()).await {
+            server.files.note(found);
+        }
+        tokio::time::sleep(FILES_EVERY).await;
     }
 }
 

@@ -7,21 +7,21 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use axum::Router;
-use axum::body::{Body, Bytes, HttpBody, to_bytes};
+use axum::body::{Body, HttpBody};
 use axum::extract::{Request, State};
 use axum::http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 use tf_engine::{EngineHandle, Lifecycle};
-use tf_text::json::Value as Json;
 use tokio::net::TcpListener;
 use tokio::sync::watch;
 use tower_http::decompression::RequestDecompressionLayer;
 
+use crate::body;
 use crate::config::ServerConfig;
-use crate::connections::{self, Peer};
-use crate::error::ApiError;
-use crate::health::{self, Condition, Rates};
+use crate::connections::{self, Arrival};
+use crate::error::{ApiError, Window};
+use crate::health::{self, Condition, Files, Rates};
 use crate::ids;
 use crate::info;
 use crate::memory;
@@ -30,6 +30,7 @@ use crate::openai::sampling::Rules;
 use crate::openai::{chat, completions, models, tokens};
 use crate::openapi;
 use crate::routes::Route;
+use crate::work::Work;
 
 /// How long replies that have ended may still take to reach their clients.
 const FLUSH_TIMEOUT: Duration = Duration::from_secs(2);
@@ -43,6 +44,8 @@ pub struct Server {
     pub engine: EngineHandle,
     pub metrics: Arc<Metrics>,
     pub rates: Rates,
+    pub files: Files,
+    pub work: Work,
     /// Connections that are open now.
     pub connections: Arc<AtomicU32>,
     pub started: Instant,
@@ -69,6 +72,16 @@ pub enum Shutdown {
 impl Server {
     pub fn unix_seconds(&self) -> u64 {
         SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+    }
+
+    /// How long a request may be.
+    pub fn window(&self) -> Window {
+        Window { tokens: self.engine.limits().context, most: self.config.identity.trained_context }
+    }
+
+    /// How the server is, from outside.
+    pub fn condition(&self) -> Condition {
+        Condition::of(&self.engine, self.config.watchdog, &self.files)
     }
 
     pub fn rules(&self) -> Rules {
@@ -112,15 +125,17 @@ pub async fn serve<E: From<io::Error>>(
             engine: engine.clone(),
             metrics: edge.metrics.clone(),
             rates: Rates::default(),
+            files: Files::default(),
+            work: Work::new(edge.config.max_body_bytes, edge.config.work_bytes),
             connections: edge.connections.clone(),
             started,
         });
-        let rates = tokio::spawn(health::watch(server.clone()));
+        let watches = [tokio::spawn(health::watch(server.clone())), tokio::spawn(health::watch_files(server.clone()))];
         edge.server.get_or_init(|| server);
         on_ready();
         asked(&mut shutdown).await;
         drain(&engine, drain_timeout, &shutdown).await;
-        rates.abort();
+        watches.iter().for_each(tokio::task::JoinHandle::abort);
     }
     let _ = close.send(true);
     match tokio::time::timeout(FLUSH_TIMEOUT, serving).await {
@@ -226,7 +241,7 @@ async fn answer(edge: &Arc<Edge>, request: Request) -> Result<Response, ApiError
 /// While the model is loading.
 fn too_early(route: &Route) -> Result<Response, ApiError> {
     match route {
-        Route::Health | Route::Ready => Ok(refusal(Condition::Loading)),
+        Route::Health | Route::Ready => Ok(refusal(Condition::Loading, None)),
         Route::Ping => Ok(empty(Condition::Loading)),
         _ => Err(ApiError::loading()),
     }
@@ -239,7 +254,7 @@ fn metrics_response(edge: &Edge) -> Result<Response, ApiError> {
         ));
     }
     let server = edge.server.get();
-    let condition = server.map_or(Condition::Loading, |server| Condition::of(&server.engine, server.config.watchdog));
+    let condition = server.map_or(Condition::Loading, |server| server.condition());
     let page = metrics::page(&edge.config, server.map(|server| &server.engine), &edge.metrics, condition.name());
     let mut response = Response::new(Body::from(page));
     response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static(metrics::CONTENT_TYPE));
@@ -258,45 +273,44 @@ async fn answer_loaded(
         Route::Memory => json_response(&memory::report(config, &server.engine)),
         Route::TokenizerInfo => json_response(&tokens::info(&config.tokenizer)),
         Route::Tokenize | Route::Detokenize | Route::ApplyTemplate => {
-            let body = read_body(config, request).await?;
+            let body = body::read(server, &route, request).await?;
             let config = config.clone();
-            // A long text takes a while; other requests' tasks go on meanwhile.
-            let answered = tokio::task::spawn_blocking(move || match route {
-                Route::Tokenize => tokens::tokenize(&config, &body, context),
-                Route::Detokenize => tokens::detokenize(&config, &body),
-                _ => tokens::apply_template(&config, &body),
+            let answered = body.read_by(move |body| match route {
+                Route::Tokenize => tokens::tokenize(&config, body, context),
+                Route::Detokenize => tokens::detokenize(&config, body),
+                _ => tokens::apply_template(&config, body),
             });
-            json_response(&answered.await.map_err(|error| ApiError::internal(&error.to_string()))??)
+            json_response(&answered.await?)
         }
-        Route::Health => match Condition::of(&server.engine, config.watchdog) {
+        Route::Health => match server.condition() {
             Condition::Ok => {
                 if has_key && resets_peak(request.uri().query()) {
                     memory::reset_peak();
                 }
                 json_response(&health::report(server, has_key))
             }
-            condition => refusal(condition),
+            condition => refusal(condition, server.files.fault().filter(|_| has_key)),
         },
         Route::Ready | Route::Ping => match readiness(server) {
             Condition::Ok if route == Route::Ping => Response::new(Body::empty()),
             Condition::Ok => json_response(&json!({"status": "ready"})),
             condition if route == Route::Ping => empty(condition),
-            condition => refusal(condition),
+            condition => refusal(condition, server.files.fault().filter(|_| has_key)),
         },
         Route::Models => json_response(&models::list(config, context, vocab_size)),
         Route::Model(id) => json_response(&models::one(config, &id, context, vocab_size)?),
         Route::ServerInfo => json_response(&info::report(server)),
         Route::Chat => {
             check_accepting(server)?;
-            let peer = peer_of(&request);
-            let body = read_body(config, request).await?;
-            chat::answer(server.clone(), body, peer).await?
+            let arrival = arrival_of(&request, server);
+            let body = body::read(server, &route, request).await?;
+            chat::answer(server.clone(), body, arrival).await?
         }
         Route::Completions => {
             check_accepting(server)?;
-            let peer = peer_of(&request);
-            let body = read_body(config, request).await?;
-            completions::answer(server.clone(), body, peer).await?
+            let arrival = arrival_of(&request, server);
+            let body = body::read(server, &route, request).await?;
+            completions::answer(server.clone(), body, arrival).await?
         }
         // Answered before the model is asked for.
         Route::Root | Route::Version | Route::Metrics | Route::OpenApi => {
@@ -306,9 +320,9 @@ async fn answer_loaded(
     })
 }
 
-/// The request's connection; one of its own where the request came another way.
-fn peer_of(request: &Request) -> Peer {
-    request.extensions().get::<Peer>().cloned().unwrap_or_default()
+/// The request's connection, one of its own where the request came another way, and the time now.
+fn arrival_of(request: &Request, server: &Server) -> Arrival {
+    Arrival { peer: request.extensions().get().cloned().unwrap_or_default(), at: server.engine.now() }
 }
 
 fn resets_peak(query: Option<&str>) -> bool {
@@ -322,8 +336,8 @@ pub fn json_response(value: &Value) -> Response {
     response
 }
 
-fn refusal(condition: Condition) -> Response {
-    let mut response = json_response(&condition.refusal());
+fn refusal(condition: Condition, fault: Option<String>) -> Response {
+    let mut response = json_response(&condition.refusal(fault));
     *response.status_mut() = condition.status();
     response
 }
@@ -345,59 +359,21 @@ fn without_body(response: Response) -> Response {
 
 /// Whether a request would be taken now.
 fn readiness(server: &Server) -> Condition {
-    let condition = Condition::of(&server.engine, server.config.watchdog);
+    let condition = server.condition();
     let (stats, limits) = (server.engine.stats(), server.engine.limits());
     let is_full = limits.queue > 0 && stats.waiting >= limits.queue;
     if condition == Condition::Ok && is_full { Condition::Full } else { condition }
 }
 
 fn check_accepting(server: &Server) -> Result<(), ApiError> {
-    match Condition::of(&server.engine, server.config.watchdog) {
-        // An engine that has stopped says why when it is asked.
-        Condition::Ok | Condition::Full | Condition::Failed => Ok(()),
+    match server.condition() {
+        // An engine that has stopped says why when it is asked, and what could not be read may be there again.
+        Condition::Ok | Condition::Full | Condition::Failed | Condition::Unreadable => Ok(()),
+        Condition::Changed => Err(ApiError::checkpoint_changed(&server.files.fault().unwrap_or_default())),
         Condition::Loading => Err(ApiError::loading()),
         Condition::Draining => Err(ApiError::draining()),
         Condition::Stalled => Err(ApiError::stalled()),
     }
-}
-
-async fn read_body(config: &ServerConfig, request: Request) -> Result<Json, ApiError> {
-    let headers = request.headers();
-    if let Some(kind) = headers.get(header::CONTENT_TYPE) {
-        let kind = kind.to_str().unwrap_or_default();
-        let essence = kind.split(';').next().unwrap_or_default().trim().to_ascii_lowercase();
-        if essence != "application/json" && !essence.ends_with("+json") {
-            return Err(ApiError::unsupported_media_type(kind));
-        }
-    }
-    // What the layer below could read is decoded and has lost this header.
-    if let Some(encoding) = headers.get(header::CONTENT_ENCODING).filter(|&encoding| encoding != "identity") {
-        return Err(ApiError::unsupported_encoding(encoding.to_str().unwrap_or_default()));
-    }
-    let limit = config.max_body_bytes;
-    let announced = headers.get(header::CONTENT_LENGTH).and_then(|length| length.to_str().ok()?.parse::<u64>().ok());
-    if announced.is_some_and(|length| length > limit as u64) {
-        return Err(ApiError::too_large(limit));
-    }
-    let bytes: Bytes = match to_bytes(request.into_body(), limit).await {
-        Ok(bytes) => bytes,
-        Err(error) if is_length_limit(&error) => return Err(ApiError::too_large(limit)),
-        Err(error) => return Err(ApiError::invalid_json(format!("the body could not be read: {error}"))),
-    };
-    let text = std::str::from_utf8(&bytes)
-        .map_err(|error| ApiError::invalid_json(format!("the body is not UTF-8 at byte {}", error.valid_up_to())))?;
-    Ok(Json::parse(text).map_err(tf_text::fields::BodyError::from)?)
-}
-
-fn is_length_limit(error: &axum::Error) -> bool {
-    let mut cause: Option<&(dyn std::error::Error + 'static)> = Some(error);
-    while let Some(current) = cause {
-        if current.to_string().contains("length limit exceeded") {
-            return true;
-        }
-        cause = current.source();
-    }
-    false
 }
 
 fn request_id(headers: &HeaderMap) -> HeaderValue {

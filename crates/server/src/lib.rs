@@ -3,6 +3,7 @@
 //! A body becomes prompt ids and an engine request; the engine's events become a reply or a stream, both from the same
 //! steps. Knows no device and no weight, and draws nothing: whatever could change a token happens behind the handle.
 
+mod body;
 pub mod config;
 pub mod connections;
 pub mod error;
@@ -17,8 +18,10 @@ pub mod openai;
 mod openapi;
 pub mod routes;
 pub mod session;
+mod work;
 
-pub use config::{ApiKey, Identity, ReasoningField, SamplingDefaults, Seeds, ServerConfig};
+pub use config::{ApiKey, FilesCheck, Identity, ReasoningField, SamplingDefaults, Seeds, ServerConfig};
 pub use generate::{ReasoningLimits, conversation_positions, forcing};
 pub use http::{Shutdown, serve};
 pub use metrics::MetricsNames;
+pub use work::{BODIES_MAX, CUT_BYTES};

@@ -3,7 +3,7 @@
 //! A field that is `null` is absent. Types are exact: `true` is no number, `"5"` is no integer. An error names the
 //! field by its path (`messages[2].content[0].type`), so that a route can answer with `param`.
 
-use std::ops::RangeInclusive;
+use std::ops::{Bound, RangeBounds, RangeInclusive};
 
 use crate::json::{JsonError, Object, Value};
 
@@ -141,8 +141,25 @@ impl<'a> Field<'a> {
     }
 
     /// A finite number inside `range`.
-    pub fn number(&self, range: RangeInclusive<f64>) -> Result<f64, BodyError> {
-        let expected = format!("a number from {} to {}", range.start(), range.end());
+    pub fn number(&self, range: impl RangeBounds<f64>) -> Result<f64, BodyError> {
+        self.number_of("", range)
+    }
+
+    /// As [`Field::number`], of a `unit` that errors name.
+    pub fn number_of(&self, unit: &str, range: impl RangeBounds<f64>) -> Result<f64, BodyError> {
+        let of = if unit.is_empty() { String::new() } else { format!(" of {unit}") };
+        let least = match range.start_bound() {
+            Bound::Included(least) => format!(" from {least}"),
+            Bound::Excluded(least) => format!(" above {least},"),
+            Bound::Unbounded => String::new(),
+        };
+        let most = match range.end_bound() {
+            Bound::Included(most) if least.ends_with(',') => format!(" up to {most}"),
+            Bound::Included(most) => format!(" to {most}"),
+            Bound::Excluded(most) => format!(" below {most}"),
+            Bound::Unbounded => String::new(),
+        };
+        let expected = format!("a number{of}{least}{most}");
         let Value::Number(text) = self.value else { return Err(self.wrong_type(&expected)) };
         match text.parse::<f64>() {
             Ok(number) if number.is_finite() && range.contains(&number) => Ok(number),
@@ -152,13 +169,7 @@ impl<'a> Field<'a> {
 
     /// A whole number inside `range`, written without a fraction.
     pub fn integer(&self, range: RangeInclusive<i128>) -> Result<i128, BodyError> {
-        let expected = if *range.end() >= i64::MAX.into() && *range.start() <= i64::MIN.into() {
-            "an integer of 64 bits".to_owned()
-        } else if *range.end() >= i64::MAX.into() {
-            format!("an integer of at least {}", range.start())
-        } else {
-            format!("an integer from {} to {}", range.start(), range.end())
-        };
+        let expected = integer_from(&range);
         let Value::Number(text) = self.value else { return Err(self.wrong_type(&expected)) };
         if text.contains(['.', 'e', 'E']) {
             return Err(self.wrong_type(&expected));
@@ -181,11 +192,21 @@ impl<'a> Field<'a> {
     }
 
     pub fn object(&self) -> Result<Fields<'a>, BodyError> {
+        self.object_as("an object")
+    }
+
+    /// As [`Field::object`]; `expected` shows what it may hold, like `an object like {"type": "text"}`.
+    pub fn object_as(&self, expected: &str) -> Result<Fields<'a>, BodyError> {
         match self.value {
             Value::Object(object) => Ok(Fields { path: self.path.clone(), object }),
-            _ => Err(self.wrong_type("an object")),
+            _ => Err(self.wrong_type(expected)),
         }
     }
+}
+
+/// What a whole number in `range` is called in errors.
+pub fn integer_from(range: &RangeInclusive<i128>) -> String {
+    format!("an integer from {} to {}", range.start(), range.end())
 }
 
 #[cfg(test)]
@@ -217,7 +238,9 @@ mod tests {
         assert_eq!(code(get("n").integer(6..=9)), Err((Code::InvalidValue, Some("n".into()))));
         assert_eq!(code(get("huge").number(0.0..=9.0)), Err((Code::InvalidValue, Some("huge".into()))));
         let error = get("huge").integer(i64::MIN.into()..=u64::MAX.into()).unwrap_err();
-        assert!(error.message.contains("an integer of 64 bits"), "{}", error.message);
+        assert!(error.message.contains("an integer from -9223372036854775808 to 18446744073709551615"), "{error}");
+        let error = get("n").number((Bound::Excluded(5.0), Bound::Included(9.0))).unwrap_err();
+        assert_eq!(error.message, "n must be a number above 5, up to 9, got 5");
         let items = get("list").array().expect("a list");
         let item = items[0].object().expect("an object");
         assert_eq!(code(item.required("z").map(|_| ())), Err((Code::MissingField, Some("list[0].z".into()))));

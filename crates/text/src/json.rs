@@ -50,7 +50,7 @@ impl Value {
     /// # Errors
     /// [`JsonError`] with line and column.
     pub fn parse(text: &str) -> Result<Value, JsonError> {
-        serde_json::from_str::<serde::de::IgnoredAny>(text).map_err(|error| JsonError::Syntax(error.to_string()))?;
+        serde_json::from_str::<serde::de::IgnoredAny>(text).map_err(|error| JsonError::Syntax(reason(&error)))?;
         let mut reader = Reader { text, at: 0 };
         reader.value(0)
     }
@@ -191,6 +191,28 @@ pub fn escape(character: char, out: &mut String) {
     }
 }
 
+/// What is wrong with a text, and where, in words that a reader of the text knows.
+pub fn reason(error: &serde_json::Error) -> String {
+    let (line, column) = (error.line(), error.column());
+    match error.is_eof() {
+        true => format!("it ends at line {line}, column {column}, before the value is complete"),
+        false => format!("{} at line {line}, column {column}", phrase(error)),
+    }
+}
+
+/// The library's words without their place, those of its own trade replaced.
+fn phrase(error: &serde_json::Error) -> String {
+    let text = error.to_string();
+    let text = text.rfind(" at line ").map_or(text.as_str(), |end| &text[..end]);
+    match text {
+        "expected value" => "expected a value".to_owned(),
+        "expected ident" => "expected true, false or null".to_owned(),
+        "key must be a string" => "expected a key in double quotes".to_owned(),
+        "recursion limit exceeded" => format!("nested deeper than {DEPTH_MAX} levels"),
+        other => other.to_owned(),
+    }
+}
+
 fn shorten(text: &str) -> String {
     const SHOWN_CHARS: usize = 40;
     match text.char_indices().nth(SHOWN_CHARS) {
@@ -316,7 +338,7 @@ impl Reader<'_> {
         }
         serde_json::from_str(&self.text[start..=end]).map_err(|error| {
             let (line, column) = Reader { text: self.text, at: start }.place();
-            JsonError::Text { line, column, reason: error.to_string() }
+            JsonError::Text { line, column, reason: phrase(&error) }
         })
     }
 

@@ -12,11 +12,12 @@ use serde_json::Value;
 
 use crate::TokenId;
 use crate::chat::{Marker, Segment};
+use crate::json::reason;
 
 /// Why a `tokenizer.json` cannot be used, or a text cannot be encoded.
 #[derive(Debug, thiserror::Error)]
 pub enum TokenizerError {
-    #[error("tokenizer.json is not valid JSON: {0}. The download may be incomplete; fetch the file again.")]
+    #[error("tokenizer.json is not valid JSON: {0}. The file is damaged or cut off; fetch it again.")]
     Json(String),
     #[error("tokenizer.json: {place} is {found}, expected {expected}. Use the file that came with the checkpoint.")]
     Form { place: String, found: String, expected: String },
@@ -97,7 +98,7 @@ impl Tokenizer {
     /// # Errors
     /// [`TokenizerError`] where the file is damaged, is of another kind, or lacks a chat marker.
     pub fn from_bytes(json: &[u8]) -> Result<Tokenizer, TokenizerError> {
-        let mut file: Value = serde_json::from_slice(json).map_err(|error| TokenizerError::Json(error.to_string()))?;
+        let mut file: Value = serde_json::from_slice(json).map_err(|error| TokenizerError::Json(reason(&error)))?;
         check_kind(&file)?;
         let vocabulary = read_vocabulary(&file)?;
         let added = read_added(&file)?;
@@ -133,6 +134,11 @@ impl Tokenizer {
     /// Tokens that a text has at the least, known from its length alone: what is hopelessly long need not be encoded.
     pub fn least_tokens(&self, text: &str) -> usize {
         self.longest.map_or(0, |longest| text.len() / longest)
+    }
+
+    /// Bytes of the longest text that may have no more than `tokens` tokens, known from its length alone.
+    pub fn most_bytes(&self, tokens: usize) -> Option<usize> {
+        Some(tokens.saturating_add(1).saturating_mul(self.longest?))
     }
 
     /// Ids of a text from outside; never an added token, whatever the text spells.
@@ -215,25 +221,26 @@ fn keeps_every_byte(file: &Value) -> bool {
         && file["added_tokens"].as_array().is_none_or(|added| !added.iter().any(strips))
 }
 
-fn form(place: &str, found: &Value, expected: &str) -> TokenizerError {
+/// `found`: `None` where the file has no such key.
+fn form(place: &str, found: Option<&Value>, expected: &str) -> TokenizerError {
     let found = match found {
-        Value::Null => "missing".into(),
-        Value::Bool(_) | Value::Number(_) | Value::String(_) => found.to_string(),
-        Value::Array(_) => "a list".into(),
-        Value::Object(_) => "an object".into(),
+        None => "missing".into(),
+        Some(found @ (Value::Null | Value::Bool(_) | Value::Number(_) | Value::String(_))) => found.to_string(),
+        Some(Value::Array(_)) => "a list".into(),
+        Some(Value::Object(_)) => "an object".into(),
     };
     TokenizerError::Form { place: place.into(), found, expected: expected.into() }
 }
 
 fn check_kind(file: &Value) -> Result<(), TokenizerError> {
     if !file.is_object() {
-        return Err(form("the file", file, "an object"));
+        return Err(form("the file", Some(file), "an object"));
     }
-    if file["model"]["type"] != "BPE" {
-        return Err(form("model.type", &file["model"]["type"], "\"BPE\""));
-    }
-    if file["decoder"]["type"] != "ByteLevel" {
-        return Err(form("decoder.type", &file["decoder"]["type"], "\"ByteLevel\""));
+    for (place, path, kind) in [("model.type", "/model/type", "BPE"), ("decoder.type", "/decoder/type", "ByteLevel")] {
+        let found = file.pointer(path);
+        if found.is_none_or(|found| found != kind) {
+            return Err(form(place, found, &format!("{kind:?}")));
+        }
     }
     if !file["model"]["dropout"].is_null() {
         let found = file["model"]["dropout"].to_string();
@@ -244,24 +251,42 @@ fn check_kind(file: &Value) -> Result<(), TokenizerError> {
         step => vec![step.clone()],
     };
     let Some(byte_level) = steps.iter().find(|step| step["type"] == "ByteLevel") else {
-        return Err(form("pre_tokenizer", &file["pre_tokenizer"]["type"], "a sequence with a \"ByteLevel\" step"));
+        let found = file.get("pre_tokenizer").map(|step| step.get("type").unwrap_or(step));
+        return Err(form("pre_tokenizer", found, "a sequence with a \"ByteLevel\" step"));
     };
     if byte_level["add_prefix_space"] == true {
         // It would put a space in front of every span between two markers.
         let place = "pre_tokenizer.add_prefix_space".into();
         return Err(TokenizerError::Unsupported { place, found: "true".into() });
     }
-    Ok(())
+    check_merges(file)
+}
+
+/// The library's parser doesn't say which entry is wrong.
+fn check_merges(file: &Value) -> Result<(), TokenizerError> {
+    let found = file.pointer("/model/merges");
+    let Some(merges) = found.and_then(Value::as_array) else { return Err(form("model.merges", found, "a list")) };
+    let is_pair = |merge: &Value| match merge {
+        Value::String(text) => text.split(' ').count() == 2,
+        Value::Array(parts) => parts.len() == 2 && parts.iter().all(Value::is_string),
+        _ => false,
+    };
+    match merges.iter().position(|merge| !is_pair(merge)) {
+        None => Ok(()),
+        Some(index) => {
+            Err(form(&format!("model.merges[{index}]"), merges.get(index), "two tokens, as \"a b\" or as a list"))
+        }
+    }
 }
 
 fn read_vocabulary(file: &Value) -> Result<Vec<(TokenId, String)>, TokenizerError> {
-    let entries = &file["model"]["vocab"];
-    let Some(entries) = entries.as_object() else { return Err(form("model.vocab", entries, "an object")) };
+    let found = file.pointer("/model/vocab");
+    let Some(entries) = found.and_then(Value::as_object) else { return Err(form("model.vocab", found, "an object")) };
     entries
         .iter()
         .map(|(text, id)| match id.as_u64().and_then(|id| TokenId::try_from(id).ok()) {
             Some(id) => Ok((id, text.clone())),
-            None => Err(form(&format!("model.vocab[{text:?}]"), id, "a 32-bit id")),
+            None => Err(form(&format!("model.vocab[{text:?}]"), Some(id), "a 32-bit id")),
         })
         .collect()
 }
@@ -273,8 +298,8 @@ struct Added {
 }
 
 fn read_added(file: &Value) -> Result<Vec<Added>, TokenizerError> {
-    let list = &file["added_tokens"];
-    let Some(list) = list.as_array() else { return Err(form("added_tokens", list, "a list")) };
+    let found = file.get("added_tokens");
+    let Some(list) = found.and_then(Value::as_array) else { return Err(form("added_tokens", found, "a list")) };
     list.iter()
         .enumerate()
         .map(|(index, entry)| {
@@ -282,10 +307,10 @@ fn read_added(file: &Value) -> Result<Vec<Added>, TokenizerError> {
             let id = entry["id"].as_u64().and_then(|id| TokenId::try_from(id).ok());
             let content = entry["content"].as_str();
             Ok(Added {
-                id: id.ok_or_else(|| form(&place("id"), &entry["id"], "a 32-bit id"))?,
+                id: id.ok_or_else(|| form(&place("id"), entry.get("id"), "a 32-bit id"))?,
                 content: content
                     .filter(|content| !content.is_empty())
-                    .ok_or_else(|| form(&place("content"), &entry["content"], "a text"))?
+                    .ok_or_else(|| form(&place("content"), entry.get("content"), "a text"))?
                     .into(),
                 special: entry["special"] == true,
             })

@@ -133,11 +133,23 @@ fn a_broken_tokenizer_file_is_refused_with_what_is_wrong() {
             },
             "lacks 1 of the 256 single bytes, the first is 0x00",
         ),
-        ("added tokens that are no list", |file| file["added_tokens"] = Value::Null, "added_tokens is missing"),
+        (
+            "added tokens that are no list",
+            |file| file["added_tokens"] = Value::Null,
+            "added_tokens is null, expected a list",
+        ),
+        (
+            "a file without added tokens",
+            |file| drop(file.as_object_mut().expect("object").remove("added_tokens")),
+            "added_tokens is missing",
+        ),
+        ("a file that is null", |file| *file = Value::Null, "the file is null, expected an object"),
+        ("merges that are null", |file| file["model"]["merges"] = Value::Null, "model.merges is null, expected a list"),
+        ("a merge of one token", |file| file["model"]["merges"][7] = json!("ab"), "model.merges[7] is \"ab\""),
         (
             "an added token without an id",
             |file| file["added_tokens"][3]["id"] = Value::Null,
-            "added_tokens[3].id is missing",
+            "added_tokens[3].id is null",
         ),
         (
             "an added token without text",

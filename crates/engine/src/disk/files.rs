@@ -66,6 +66,9 @@ pub trait Files: Clone + Send {
     fn free_bytes(&mut self) -> io::Result<u64>;
 }
 
+/// The file that is locked.
+const LOCK: &str = "tensorfold.lock";
+
 /// A directory of this machine, held by this process alone for as long as it is open.
 #[derive(Clone, Debug)]
 pub struct Folder {
@@ -83,8 +86,7 @@ impl Folder {
     pub fn open(dir: &Path) -> Result<Folder, DiskError> {
         let fail = |error| DiskError::Folder { dir: dir.to_path_buf(), error };
         std::fs::DirBuilder::new().recursive(true).mode(0o700).create(dir).map_err(fail)?;
-        let lock =
-            OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(dir.join("tensorfold.lock"));
+        let lock = OpenOptions::new().create(true).truncate(false).write(true).mode(0o600).open(dir.join(LOCK));
         let lock = lock.map_err(fail)?;
         match lock.try_lock() {
             Ok(()) => {}
@@ -93,6 +95,30 @@ impl Folder {
         }
         let handle = Arc::new(File::open(dir).map_err(fail)?);
         Ok(Folder { dir: dir.to_path_buf(), handle, _lock: Arc::new(lock) })
+    }
+}
+
+impl Folder {
+    /// Whether [`Folder::open`] would do now: it is done, and what it made is removed again.
+    ///
+    /// # Errors
+    /// As [`Folder::open`], and where the directory can't be listed.
+    pub fn check(dir: &Path) -> Result<(), DiskError> {
+        let above = dir.ancestors().take_while(|folder| !folder.as_os_str().is_empty());
+        let missing: Vec<&Path> = above.take_while(|folder| !folder.exists()).collect();
+        let lock = dir.join(LOCK);
+        let had_lock = lock.exists();
+        let checked = Folder::open(dir).and_then(|mut folder| {
+            let listed = folder.list().map(|_| ());
+            // While it is still locked, so that nobody else has locked it by then.
+            if !had_lock {
+                let _ = std::fs::remove_file(&lock);
+            }
+            listed.map_err(|error| DiskError::Folder { dir: dir.to_path_buf(), error })
+        });
+        // What can't be removed is found by the next start as it is.
+        missing.into_iter().for_each(|folder| drop(std::fs::remove_dir(folder)));
+        checked
     }
 }
 
@@ -153,5 +179,32 @@ impl Files for Folder {
     fn free_bytes(&mut self) -> io::Result<u64> {
         let about = rustix::fs::fstatvfs(&self.handle)?;
         Ok(about.f_bavail.saturating_mul(about.f_frsize))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_check_refuses_what_opening_would_and_leaves_nothing_behind() {
+        let root = std::env::temp_dir().join(format!("tensorfold-folder-check-{}", std::process::id()));
+        std::fs::create_dir_all(&root).unwrap();
+        let deep = root.join("a/b/c");
+        Folder::check(&deep).unwrap();
+        assert_eq!(std::fs::read_dir(&root).unwrap().count(), 0, "folders were left");
+        std::fs::create_dir(root.join("there")).unwrap();
+        Folder::check(&root.join("there")).unwrap();
+        assert_eq!(std::fs::read_dir(root.join("there")).unwrap().count(), 0, "a lock was left");
+        let open = Folder::open(&deep).unwrap();
+        assert!(matches!(Folder::check(&deep), Err(DiskError::InUse { .. })));
+        drop(open);
+        Folder::check(&deep).unwrap();
+        assert!(deep.join(LOCK).exists(), "a lock that was there stays");
+        std::fs::write(root.join("file"), b"").unwrap();
+        for dir in ["file", "file/below"] {
+            assert!(matches!(Folder::check(&root.join(dir)), Err(DiskError::Folder { .. })), "{dir}");
+        }
+        std::fs::remove_dir_all(&root).unwrap();
     }
 }

@@ -8,11 +8,13 @@ use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, PoisonError};
 
-use tf_checkpoint::Checkpoint;
+use tf_checkpoint::{Checkpoint, CheckpointError};
 use tf_device::LaunchError;
+use tf_device::gpu::Backend;
 use tf_kernels::engram::EngramError;
 
 use super::forward::StepError;
+use super::shape::Shape;
 
 /// Threads that read rows at once, at most: a drive answers many reads in the time of one.
 const READERS_MAX: usize = 16;
@@ -61,6 +63,32 @@ pub struct EngramTable<'a> {
     pub codes: &'a [u8],
     /// `[rows, engram_head_dim / 32]` E8M0.
     pub scales: &'a [u8],
+}
+
+/// Weight and scale of each table.
+pub(super) fn names(shape: &Shape) -> Vec<[String; 2]> {
+    let table = |layer: &usize| ["weight", "scale"].map(|part| format!("layers.{layer}.engram.embed.{part}"));
+    shape.engram_layer_ids.iter().map(table).collect()
+}
+
+/// Asks the system whether the files that a loaded model reads are what they were when they were opened: those of the n-gram
+/// rows unless they were copied, and all of them where weights stay mapped.
+///
+/// # Errors
+/// [`CheckpointError::Changed`].
+pub fn check_files(
+    checkpoint: &Checkpoint,
+    shape: &Shape,
+    place: EngramPlace,
+    backend: Option<Backend>,
+) -> Result<(), CheckpointError> {
+    match (backend, place) {
+        (Some(Backend::Metal), _) => checkpoint.check_all_unchanged(),
+        (None | Some(Backend::Cuda), EngramPlace::Ram) => Ok(()),
+        (None | Some(Backend::Cuda), EngramPlace::Mapped | EngramPlace::Disk { .. }) => {
+            checkpoint.check_unchanged(names(shape).iter().flatten().map(String::as_str))
+        }
+    }
 }
 
 /// The n-gram tables.
@@ -142,8 +170,14 @@ impl EngramTables {
     /// What the rows `ids` of a table are gathered from.
     ///
     /// # Errors
-    /// [`EngramError::Launch`] for an id outside the table, [`RowError`] for a row that can't be read.
+    /// [`EngramError::Launch`] for an id outside the table, [`RowError`] for a row that can't be read,
+    /// [`StepError::EngramFile`] for a mapped file that isn't what it was.
     pub fn rows(&self, index: usize, ids: &[u32]) -> Result<Gathered<'_>, StepError> {
+        if let EngramTables::Mapped { checkpoint, names } = self {
+            // A page behind the end of a file that has shrunk ends the program when it is touched.
+            let names = names[index].iter().map(String::as_str);
+            checkpoint.check_unchanged(names).map_err(|error| StepError::EngramFile(error.to_string()))?;
+        }
         match (self.table(index), self) {
             (Some(table), _) => Ok(Gathered::Whole(table)),
             (None, EngramTables::Disk(disk)) => disk.gather(index, ids),
@@ -309,7 +343,11 @@ impl Part {
     fn read_row(&self, row: u32, bytes: &mut [u8]) -> Result<(), RowError> {
         let offset = self.start + u64::from(row) * self.row_bytes as u64;
         self.file.read_exact_at(bytes, offset).map_err(|error| {
-            let (path, reason) = (self.path.display().to_string(), error.to_string());
+            let reason = match error.kind() {
+                std::io::ErrorKind::UnexpectedEof => "the file ends before it".to_owned(),
+                _ => error.to_string(),
+            };
+            let path = self.path.display().to_string();
             RowError { path, row, offset, reason }
         })
     }
@@ -435,6 +473,40 @@ mod tests {
             error.contains("row 9 of the n-gram table can't be read from") && error.contains("safetensors"),
             "{error}"
         );
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
+
+    /// Reported as: the server is gone with SIGBUS.
+    #[test]
+    fn a_checkpoint_that_shrinks_under_its_map_is_refused_and_not_read() {
+        let folder = copy_of_golden("shrinks");
+        let tables = tables(&folder, EngramPlace::Mapped).unwrap();
+        assert_eq!(rows(&tables, 0, &[1, 2]).len(), 2);
+        for entry in std::fs::read_dir(&folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.extension().is_some_and(|extension| extension == "safetensors") {
+                File::options().write(true).open(path).unwrap().set_len(16).unwrap();
+            }
+        }
+        let error = tables.rows(0, &[1]).map(|_| ()).unwrap_err();
+        assert!(matches!(&error, StepError::EngramFile(text) if text.contains("it has 16 bytes and had")), "{error}");
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
+
+    #[test]
+    fn files_are_watched_as_long_as_something_is_read_from_them() {
+        let folder = copy_of_golden("watched");
+        let checkpoint = Checkpoint::open(&folder).unwrap();
+        let shape = Shape::from_config(&checkpoint.config().unwrap()).unwrap();
+        let places = [(EngramPlace::Mapped, None), (disk(0), None), (EngramPlace::Ram, Some(Backend::Metal))];
+        let check = |(place, backend)| check_files(&checkpoint, &shape, place, backend);
+        assert!(places.into_iter().all(|place| check(place).is_ok()));
+        for (name, _) in checkpoint.shards() {
+            let file = File::options().append(true).open(folder.join(name)).unwrap();
+            file.set_len(file.metadata().unwrap().len() + 1).unwrap();
+        }
+        assert!(places.into_iter().all(|place| check(place).is_err()));
+        assert!(check((EngramPlace::Ram, None)).is_ok(), "all of it was copied");
         std::fs::remove_dir_all(&folder).unwrap();
     }
 

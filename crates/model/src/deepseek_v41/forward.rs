@@ -41,6 +41,8 @@ pub enum StepError {
     Engram(#[from] engram::EngramError),
     #[error(transparent)]
     EngramRow(#[from] RowError),
+    #[error("{0}")]
+    EngramFile(String),
     #[error(transparent)]
     Draw(#[from] DrawError),
     #[error("the round has {rows} rows, the model takes {max}")]

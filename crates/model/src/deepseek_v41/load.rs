@@ -15,7 +15,7 @@ use tf_kernels::pack::PackError;
 use tf_kernels::{linear_bf16, linear_fp8, moe_experts};
 use tf_numerics::bf16;
 
-use super::engram_rows::{EngramPlace, EngramPlaceError, EngramTables};
+use super::engram_rows::{self, EngramPlace, EngramPlaceError, EngramTables};
 use super::shape::Shape;
 use super::weights::{self, BindError, Bound, Owner};
 
@@ -187,9 +187,7 @@ impl Weights {
         let mut layers = loader.layers(threads)?;
         let blocks = layers.split_off(shape.num_hidden_layers);
         let draft = loader.draft(blocks)?;
-        let table = |layer: &usize| ["weight", "scale"].map(|part| format!("layers.{layer}.engram.embed.{part}"));
-        let names = shape.engram_layer_ids.iter().map(table).collect();
-        let engram = EngramTables::Mapped { checkpoint, names };
+        let engram = EngramTables::Mapped { checkpoint, names: engram_rows::names(shape) };
         Ok(Weights { embed, norm, head, layers, draft, engram, device: device.clone() })
     }
 

@@ -45,6 +45,8 @@ pub struct MemoryPlan {
     pub activation_bytes: u64,
     /// What the program takes beside the model. Whoever serves sets this.
     pub program_bytes: u64,
+    /// Bodies of requests while they arrive, are parsed and are cut into tokens. Whoever serves sets this.
+    pub bodies_bytes: u64,
     /// The list of what is kept on disk. Whoever serves sets this.
     pub disk_index_bytes: u64,
 }
@@ -84,6 +86,7 @@ impl MemoryPlan {
             indexer_bytes: scores as u64,
             activation_bytes: activations as u64,
             program_bytes: 0,
+            bodies_bytes: 0,
             disk_index_bytes: 0,
         }
     }
@@ -107,7 +110,7 @@ impl MemoryPlan {
     }
 
     fn beside_bytes(&self) -> u64 {
-        self.program_bytes + self.disk_index_bytes + self.engram_bytes()
+        self.program_bytes + self.bodies_bytes + self.disk_index_bytes + self.engram_bytes()
     }
 
     /// What the n-gram rows take in the host's memory.

@@ -414,7 +414,10 @@ impl DeepseekV41 {
 }
 
 fn failed(error: StepError) -> ForwardError {
-    ForwardError::Failed(error.to_string())
+    match error {
+        StepError::EngramRow(_) | StepError::EngramFile(_) => ForwardError::Unreadable(error.to_string()),
+        other => ForwardError::Failed(other.to_string()),
+    }
 }
 
 impl Model for DeepseekV41 {

@@ -12,8 +12,9 @@ use tf_text::json::Value as Json;
 use tf_text::message::Message;
 use tf_text::reply::{CallIds, Delta, ReplyOptions};
 
+use crate::body::Body;
 use crate::config::ReasoningField;
-use crate::connections::Peer;
+use crate::connections::Arrival;
 use crate::error::ApiError;
 use crate::generate::{self, Asked, Choice, PromptInput, ReasoningLimits, Step};
 use crate::http::{Server, json_response};
@@ -27,11 +28,9 @@ use crate::session::{Session, Shape};
 ///
 /// # Errors
 /// A mistake of the body, or a reply that was broken off before the first byte.
-pub async fn answer(server: Arc<Server>, body: Json, peer: Peer) -> Result<Response, ApiError> {
-    // Rendering and encoding a long conversation takes a while; other requests' tasks go on meanwhile.
+pub async fn answer(server: Arc<Server>, body: Body, arrival: Arrival) -> Result<Response, ApiError> {
     let reader = server.clone();
-    let prepared = tokio::task::spawn_blocking(move || prepare(&reader, &body));
-    let prepared = prepared.await.map_err(|error| ApiError::internal(&error.to_string()))??;
+    let prepared = body.read_by(move |body| prepare(&reader, body)).await?;
     let Prepared { generation, facts, prompt, shape, logprobs } = prepared;
     let thinking = facts.thinking;
     let mut extra = Map::new();
@@ -44,6 +43,7 @@ pub async fn answer(server: Arc<Server>, body: Json, peer: Peer) -> Result<Respo
         max_tokens_default: server.config.max_tokens,
         logprobs,
         score_prompt: false,
+        arrived: arrival.at,
     };
     let choices = generate::submit(&server, asked, vec![prompt])?;
     let session = Session {
@@ -54,7 +54,7 @@ pub async fn answer(server: Arc<Server>, body: Json, peer: Peer) -> Result<Respo
         extra,
         include_usage: generation.include_usage,
         continuous_usage: generation.continuous_usage,
-        peer,
+        peer: arrival.peer,
     };
     let mut response = if generation.stream { session.stream().await? } else { json_response(&session.whole().await?) };
     if let Some(Thinking::On(effort)) = thinking
@@ -84,8 +84,7 @@ fn prepare(server: &Server, body: &Json) -> Result<Prepared, ApiError> {
     let chat = chat_body(&fields, config.chat)?;
     refuse_unbuilt(&chat)?;
     let prompt = chat::encode(&chat.request).map_err(|error| ApiError::internal(&error.to_string()))?;
-    let context = server.engine.limits().context;
-    ApiError::hopeless("messages", prompt.least_tokens(&config.tokenizer), context)?;
+    ApiError::hopeless("messages", prompt.least_tokens(&config.tokenizer), server.window())?;
     let tokens = prompt.token_ids(&config.tokenizer).map_err(|error| ApiError::internal(&error.to_string()))?;
     let reading = ReplyOptions {
         stops: generation.stops.clone(),

@@ -12,7 +12,8 @@ use tf_text::json::Value as Json;
 use tf_text::reply::Delta;
 use tf_text::tokenizer::Tokenizer;
 
-use crate::connections::Peer;
+use crate::body::Body;
+use crate::connections::Arrival;
 use crate::error::ApiError;
 use crate::generate::{self, Asked, Choice, LogprobRow, PromptInput, Step};
 use crate::http::{Server, json_response};
@@ -32,10 +33,9 @@ const CHOICES_MAX: usize = 2048;
 ///
 /// # Errors
 /// A mistake of the body, or a reply that was broken off before the first byte.
-pub async fn answer(server: Arc<Server>, body: Json, peer: Peer) -> Result<Response, ApiError> {
+pub async fn answer(server: Arc<Server>, body: Body, arrival: Arrival) -> Result<Response, ApiError> {
     let reader = server.clone();
-    let prepared = tokio::task::spawn_blocking(move || prepare(&reader, &body));
-    let prepared = prepared.await.map_err(|error| ApiError::internal(&error.to_string()))??;
+    let prepared = body.read_by(move |body| prepare(&reader, body)).await?;
     let Prepared { generation, facts, prompts, shape, logprobs } = prepared;
     let asked = Asked {
         generation: &generation,
@@ -43,6 +43,7 @@ pub async fn answer(server: Arc<Server>, body: Json, peer: Peer) -> Result<Respo
         max_tokens_default: Some(MAX_TOKENS_DEFAULT),
         logprobs,
         score_prompt: shape.echo && logprobs.is_some(),
+        arrived: arrival.at,
     };
     let choices = generate::submit(&server, asked, prompts)?;
     let shape = CompletionShape { texts: choices.iter().map(|_| TextState::default()).collect(), ..shape };
@@ -54,7 +55,7 @@ pub async fn answer(server: Arc<Server>, body: Json, peer: Peer) -> Result<Respo
         extra: Map::new(),
         include_usage: generation.include_usage,
         continuous_usage: generation.continuous_usage,
-        peer,
+        peer: arrival.peer,
     };
     if generation.stream { session.stream().await } else { Ok(json_response(&session.whole().await?)) }
 }
@@ -139,11 +140,11 @@ fn prepare(server: &Server, body: &Json) -> Result<Prepared, ApiError> {
 /// A string, a list of strings, a list of ids, or a list of such lists.
 fn prompts(fields: &Fields<'_>, server: &Server) -> Result<Vec<Vec<TokenId>>, ApiError> {
     let (tokenizer, vocab_size) = (&*server.config.tokenizer, server.rules().vocab_size);
-    let context = server.engine.limits().context;
+    let window = server.window();
     let field = fields.required("prompt")?;
     let text = |field: &Field<'_>| {
         let text = field.string()?;
-        ApiError::hopeless("prompt", tokenizer.least_tokens(text), context)?;
+        ApiError::hopeless("prompt", tokenizer.least_tokens(text), window)?;
         tokenizer.encode_with_markers(text).map_err(|error| ApiError::internal(&error.to_string()))
     };
     match field.value() {

@@ -1,10 +1,11 @@
 //! The fields that chat and completions share: how tokens are drawn, where a reply ends, how it is sent.
 
+use std::ops::{Bound, RangeInclusive};
 use std::time::Duration;
 
 use tf_engine::{Priority, Sampling};
 use tf_text::TokenId;
-use tf_text::fields::{BodyError, Code, Field, Fields};
+use tf_text::fields::{BodyError, Code, Field, Fields, integer_from};
 use tf_text::json::Value;
 
 use crate::config::SamplingDefaults;
@@ -73,17 +74,13 @@ const REFUSED: &[(&str, &str)] = &[
 /// The first mistake, or a field that would change the reply and isn't offered.
 pub fn generation(fields: &Fields<'_>, rules: &Rules) -> Result<Generation, BodyError> {
     refuse_unsupported(fields)?;
-    let number = |key: &str, range| fields.get(key).map(|field| field.number(range)).transpose();
+    let number = |key: &str, range: RangeInclusive<f64>| fields.get(key).map(|field| field.number(range)).transpose();
     let integer = |key: &str, range| fields.get(key).map(|field| field.integer(range)).transpose();
     let boolean = |key: &str| fields.get(key).map(|field| field.boolean()).transpose();
 
     let defaults = rules.defaults;
-    let repetition_penalty = number("repetition_penalty", 0.0..=10.0)?.unwrap_or(1.0);
-    if repetition_penalty == 0.0
-        && let Some(field) = fields.get("repetition_penalty")
-    {
-        return Err(field.wrong_value("a number above 0, up to 10"));
-    }
+    let above_zero = (Bound::Excluded(0.0), Bound::Included(10.0));
+    let repetition_penalty = fields.get("repetition_penalty").map(|field| field.number(above_zero)).transpose()?;
     let top_k = integer("top_k", i64::MIN.into()..=i64::MAX.into())?;
     let sampling = Sampling {
         temperature: number("temperature", 0.0..=100.0)?.map_or(defaults.temperature, |value| value as f32),
@@ -93,16 +90,14 @@ pub fn generation(fields: &Fields<'_>, rules: &Rules) -> Result<Generation, Body
         seed: 0,
         frequency_penalty: number("frequency_penalty", -2.0..=2.0)?.unwrap_or(0.0) as f32,
         presence_penalty: number("presence_penalty", -2.0..=2.0)?.unwrap_or(0.0) as f32,
-        repetition_penalty: repetition_penalty as f32,
+        repetition_penalty: repetition_penalty.unwrap_or(1.0) as f32,
         logit_bias: logit_bias(fields, rules.vocab_size)?,
         masked_before: 0,
         masked: Vec::new(),
     };
-    let max_tokens = match integer("max_completion_tokens", 0..=i64::MAX.into())? {
-        Some(value) => Some(value),
-        None => integer("max_tokens", 0..=i64::MAX.into())?,
-    };
-    let options = fields.get("stream_options").map(|field| field.object()).transpose()?;
+    let (max_tokens, min_tokens) = token_limits(fields)?;
+    let expected = "an object like {\"include_usage\": true}";
+    let options = fields.get("stream_options").map(|field| field.object_as(expected)).transpose()?;
     let option = |key: &str| -> Result<bool, BodyError> {
         let field = options.as_ref().and_then(|options| options.get(key));
         Ok(field.map(|field| field.boolean()).transpose()?.unwrap_or(false))
@@ -112,8 +107,8 @@ pub fn generation(fields: &Fields<'_>, rules: &Rules) -> Result<Generation, Body
     let generation = Generation {
         sampling,
         seed: seed.map(|value| value as u64),
-        max_tokens: max_tokens.map(|value| value.min(TOKENS_MAX) as u32),
-        min_tokens: integer("min_tokens", 0..=i64::MAX.into())?.map_or(0, |value| value.min(TOKENS_MAX) as u32),
+        max_tokens,
+        min_tokens,
         choice_count: integer("n", 1..=i128::from(rules.choices_max))?.map_or(1, |value| value as u32),
         stops: stops(fields)?,
         stop_ids: match fields.get("stop_token_ids") {
@@ -138,6 +133,24 @@ pub fn generation(fields: &Fields<'_>, rules: &Rules) -> Result<Generation, Body
         }
     }
     Ok(generation)
+}
+
+/// The most tokens of a reply, where the body says, and the least.
+fn token_limits(fields: &Fields<'_>) -> Result<(Option<u32>, u32), BodyError> {
+    let limit = |key: &str| -> Result<Option<u32>, BodyError> {
+        let Some(field) = fields.get(key) else { return Ok(None) };
+        Ok(Some(field.integer(0..=i64::MAX.into())?.min(TOKENS_MAX) as u32))
+    };
+    let most = match limit("max_completion_tokens")? {
+        Some(most) => Some(("max_completion_tokens", most)),
+        None => limit("max_tokens")?.map(|most| ("max_tokens", most)),
+    };
+    let least = limit("min_tokens")?.unwrap_or(0);
+    if let (Some((name, most)), Some(field)) = (most.filter(|(_, most)| least > *most), fields.get("min_tokens")) {
+        let message = format!("min_tokens {least} is more than {name} {most}: lower it, or raise {name}");
+        return Err(field.error(Code::ConflictingValues, message));
+    }
+    Ok((most.map(|(_, most)| most), least))
 }
 
 fn refuse_unsupported(fields: &Fields<'_>) -> Result<(), BodyError> {
@@ -177,27 +190,28 @@ fn is_harmless(key: &str, value: &Value) -> bool {
 
 fn priority(fields: &Fields<'_>) -> Result<Priority, BodyError> {
     let Some(field) = fields.get("priority") else { return Ok(Priority::Foreground) };
+    // Numbers are what other servers take; here the queue is first come, first served.
+    let numbers = i64::MIN.into()..=i64::MAX.into();
+    let expected = format!("\"background\", \"foreground\" or {}", integer_from(&numbers));
     match field.value() {
-        // Numbers are what other servers take; here the queue is first come, first served.
-        Value::Number(_) => field.integer(i64::MIN.into()..=i64::MAX.into()).map(|_| Priority::Foreground),
+        Value::Number(_) if field.integer(numbers).is_ok() => Ok(Priority::Foreground),
         Value::String(text) if text == "background" => Ok(Priority::Background),
         Value::String(text) if text == "foreground" => Ok(Priority::Foreground),
-        _ => Err(field.wrong_value("\"background\", \"foreground\" or an integer")),
+        Value::Number(_) | Value::String(_) => Err(field.wrong_value(&expected)),
+        _ => Err(field.wrong_type(&expected)),
     }
 }
 
 fn timeout(fields: &Fields<'_>) -> Result<Option<Duration>, BodyError> {
     let Some(field) = fields.get("timeout") else { return Ok(None) };
-    let seconds = field.number(0.0..=TIMEOUT_SECONDS_MAX)?;
-    if seconds == 0.0 {
-        return Err(field.wrong_value(&format!("seconds above 0, up to {TIMEOUT_SECONDS_MAX}")));
-    }
+    let seconds = field.number_of("seconds", (Bound::Excluded(0.0), Bound::Included(TIMEOUT_SECONDS_MAX)))?;
     Ok(Some(Duration::from_secs_f64(seconds)))
 }
 
 fn logit_bias(fields: &Fields<'_>, vocab_size: u32) -> Result<Vec<(TokenId, f32)>, BodyError> {
     let Some(field) = fields.get("logit_bias") else { return Ok(Vec::new()) };
-    let map = field.object()?;
+    let last = vocab_size.saturating_sub(1);
+    let map = field.object_as(&format!("an object of token ids from 0 to {last} and numbers from -100 to 100"))?;
     let count = map.object().iter().count();
     if count > BIAS_MAX {
         return Err(
@@ -208,7 +222,7 @@ fn logit_bias(fields: &Fields<'_>, vocab_size: u32) -> Result<Vec<(TokenId, f32)
     for (key, _) in map.object().iter() {
         let Some(entry) = map.get(key) else { continue };
         let Some(token) = key.parse().ok().filter(|&token: &TokenId| token < vocab_size) else {
-            let message = format!("logit_bias has the key {key:?}; keys are token ids from 0 to {}", vocab_size - 1);
+            let message = format!("logit_bias has the key {key:?}; keys are token ids from 0 to {last}");
             return Err(field.error(Code::InvalidValue, message));
         };
         biases.push((token, entry.number(-100.0..=100.0)? as f32));
@@ -218,14 +232,11 @@ fn logit_bias(fields: &Fields<'_>, vocab_size: u32) -> Result<Vec<(TokenId, f32)
 
 fn stops(fields: &Fields<'_>) -> Result<Vec<String>, BodyError> {
     let Some(field) = fields.get("stop") else { return Ok(Vec::new()) };
-    let one = |field: &Field<'_>| {
-        let text = field.string()?;
-        let characters = text.chars().count();
-        if (1..=STOP_CHARACTERS_MAX).contains(&characters) {
-            Ok(text.to_string())
-        } else {
-            Err(field.wrong_value(&format!("a string of 1 to {STOP_CHARACTERS_MAX} characters")))
-        }
+    let string = format!("a string of 1 to {STOP_CHARACTERS_MAX} characters");
+    let one = |field: &Field<'_>| match field.value() {
+        Value::String(text) if (1..=STOP_CHARACTERS_MAX).contains(&text.chars().count()) => Ok(text.clone()),
+        Value::String(_) => Err(field.wrong_value(&string)),
+        _ => Err(field.wrong_type(&string)),
     };
     match field.value() {
         Value::String(_) => Ok(vec![one(&field)?]),
@@ -234,14 +245,18 @@ fn stops(fields: &Fields<'_>) -> Result<Vec<String>, BodyError> {
             let message = format!("stop has {} strings, at most {STOPS_MAX} are allowed", items.len());
             Err(field.error(Code::InvalidValue, message))
         }
-        _ => Err(field.wrong_type("a string or a list of strings")),
+        _ => Err(field.wrong_type(&format!("{string}, or a list of at most {STOPS_MAX} such strings"))),
     }
 }
 
 /// A list of ids inside the vocabulary.
 pub fn token_ids(field: &Field<'_>, vocab_size: u32) -> Result<Vec<TokenId>, BodyError> {
+    let range = 0..=i128::from(vocab_size) - 1;
+    let Value::Array(_) = field.value() else {
+        return Err(field.wrong_type(&format!("a list of token ids from 0 to {}", range.end())));
+    };
     let ids = field.array()?;
-    ids.iter().map(|id| Ok(id.integer(0..=i128::from(vocab_size) - 1)? as TokenId)).collect()
+    ids.iter().map(|id| Ok(id.integer(range.clone())? as TokenId)).collect()
 }
 
 /// The name that the request gives the model; empty when it gives none.
@@ -254,11 +269,19 @@ mod tests {
     use super::*;
 
     fn read(body: &str) -> Result<Generation, (&'static str, Option<String>)> {
+        generation_of(body).map_err(|error| (error.code.as_str(), error.param))
+    }
+
+    fn refusal(body: &str) -> String {
+        generation_of(body).expect_err(body).message
+    }
+
+    fn generation_of(body: &str) -> Result<Generation, BodyError> {
         let value = Value::parse(body).expect("test bodies are JSON");
         let fields = Fields::of_body(&value).expect("test bodies are objects");
         let defaults = SamplingDefaults { temperature: 1.0, top_p: 1.0, top_k: 0, min_p: 0.0 };
         let rules = Rules { defaults, choices_max: 16, vocab_size: 100 };
-        generation(&fields, &rules).map_err(|error| (error.code.as_str(), error.param))
+        generation(&fields, &rules)
     }
 
     #[test]
@@ -290,7 +313,10 @@ mod tests {
             (r#"{"draft": 0}"#, "invalid_type", "draft"),
             (r#"{"best_of": 3}"#, "unsupported_parameter", "best_of"),
             (r#"{"priority": "urgent"}"#, "invalid_value", "priority"),
-            (r#"{"priority": true}"#, "invalid_value", "priority"),
+            (r#"{"priority": true}"#, "invalid_type", "priority"),
+            (r#"{"priority": 1.5}"#, "invalid_value", "priority"),
+            (r#"{"min_tokens": 20, "max_tokens": 8}"#, "conflicting_values", "min_tokens"),
+            (r#"{"min_tokens": 20, "max_completion_tokens": 8, "max_tokens": 30}"#, "conflicting_values", "min_tokens"),
             (r#"{"timeout": 0}"#, "invalid_value", "timeout"),
             (r#"{"timeout": -1}"#, "invalid_value", "timeout"),
             (r#"{"timeout": "soon"}"#, "invalid_type", "timeout"),
@@ -303,6 +329,42 @@ mod tests {
         for (body, code, param) in cases {
             assert_eq!(read(body), Err((code, Some(param.to_string()))), "{body}");
         }
+    }
+
+    #[test]
+    fn a_refused_value_is_told_the_whole_range() {
+        for (body, message) in [
+            (r#"{"timeout": -1}"#, "timeout must be a number of seconds above 0, up to 86400, got -1"),
+            (r#"{"timeout": 0}"#, "timeout must be a number of seconds above 0, up to 86400, got 0"),
+            (r#"{"repetition_penalty": -1}"#, "repetition_penalty must be a number above 0, up to 10, got -1"),
+            (
+                r#"{"priority": 1.5}"#,
+                "priority must be \"background\", \"foreground\" or an integer from -9223372036854775808 to \
+                 9223372036854775807, got 1.5",
+            ),
+            (
+                r#"{"max_tokens": 9223372036854775808}"#,
+                "max_tokens must be an integer from 0 to 9223372036854775807, got 9223372036854775808",
+            ),
+            (
+                r#"{"stop": 1}"#,
+                "stop must be a string of 1 to 256 characters, or a list of at most 64 such strings, got 1",
+            ),
+            (r#"{"stop": [1]}"#, "stop[0] must be a string of 1 to 256 characters, got 1"),
+            (r#"{"stop_token_ids": 1}"#, "stop_token_ids must be a list of token ids from 0 to 99, got 1"),
+            (
+                r#"{"logit_bias": 1}"#,
+                "logit_bias must be an object of token ids from 0 to 99 and numbers from -100 to 100, got 1",
+            ),
+            (r#"{"stream_options": 1}"#, "stream_options must be an object like {\"include_usage\": true}, got 1"),
+            (
+                r#"{"min_tokens": 9, "max_tokens": 8}"#,
+                "min_tokens 9 is more than max_tokens 8: lower it, or raise max_tokens",
+            ),
+        ] {
+            assert_eq!(refusal(body), message, "{body}");
+        }
+        assert!(read(r#"{"min_tokens": 8, "max_tokens": 8}"#).is_ok() && read(r#"{"min_tokens": 9}"#).is_ok());
     }
 
     #[test]

@@ -12,7 +12,7 @@ use tf_engine::model::{
 };
 use tf_engine::testing::random::mix;
 use tf_engine::testing::{Drafter, HistoryModel, HistoryOptions};
-use tf_engine::{DraftPolicy, EngineHandle, EngineLimits, WallClock};
+use tf_engine::{Clock, DraftPolicy, EngineHandle, EngineLimits, WallClock};
 use tf_server::{
     Identity, MetricsNames, ReasoningField, ReasoningLimits, SamplingDefaults, Seeds, ServerConfig, Shutdown,
 };
@@ -54,6 +54,8 @@ pub struct Gate {
     is_closed: AtomicBool,
     /// The next forward fails.
     pub is_failing: AtomicBool,
+    /// Forwards can't read what they need.
+    pub is_unreadable: AtomicBool,
     thread: std::sync::Mutex<()>,
     changed: std::sync::Condvar,
 }
@@ -88,6 +90,9 @@ impl Model for Gated {
         self.gate.pass();
         if self.gate.is_failing.swap(false, Ordering::SeqCst) {
             return Err(ForwardError::Failed("as planned".to_string()));
+        }
+        if self.gate.is_unreadable.load(Ordering::SeqCst) {
+            return Err(ForwardError::Unreadable("as planned".to_string()));
         }
         self.model.forward(plan, views, drawn)
     }
@@ -166,6 +171,7 @@ pub struct Setup {
     pub model: HistoryOptions,
     pub limits: fn(&mut EngineLimits),
     pub config: fn(&mut ServerConfig),
+    pub clock: Arc<dyn Clock>,
 }
 
 impl Default for Setup {
@@ -182,7 +188,7 @@ impl Default for Setup {
             drafter: Drafter::Mixed,
             ..HistoryOptions::default()
         };
-        Setup { model, limits: |_| {}, config: |_| {} }
+        Setup { model, limits: |_| {}, config: |_| {}, clock: Arc::new(WallClock::new()) }
     }
 }
 
@@ -220,7 +226,7 @@ pub async fn start_loading(setup: Setup) -> (TestServer, oneshot::Receiver<()>) 
     limits.draft = DraftPolicy { max: 5, adaptive: false, ..DraftPolicy::default() };
     (setup.limits)(&mut limits);
     let model = Gated { model: HistoryModel::new(setup.model), gate: gate.clone() };
-    let (engine, thread) = tf_engine::spawn(model, limits, Arc::new(WallClock::new())).expect("test limits fit");
+    let (engine, thread) = tf_engine::spawn(model, limits, setup.clock).expect("test limits fit");
     let mut config = ServerConfig {
         names: vec![MODEL.to_string(), "alias".to_string()],
         any_model: false,
@@ -250,6 +256,8 @@ pub async fn start_loading(setup: Setup) -> (TestServer, oneshot::Receiver<()>) 
         allowed_hosts: Some(vec!["localhost".to_string(), "127.0.0.1".to_string(), "[::1]".to_string()]),
         api_prefix: String::new(),
         max_body_bytes: 1 << 20,
+        work_bytes: 64 << 20,
+        files: Arc::new(|| Ok(())),
         sse_ping: Duration::from_secs(5),
         shutdown_timeout: Duration::from_secs(30),
         access_log: true,

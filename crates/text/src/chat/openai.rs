@@ -16,6 +16,10 @@ pub const MESSAGES_MAX: usize = 10_000;
 pub const TOOLS_MAX: usize = 512;
 pub const TOOL_NAME_CHARS_MAX: usize = 64;
 
+const TOOL_CHOICES: &str = "\"none\", \"auto\", \"required\" or an object that names a function, like {\"type\": \
+                            \"function\", \"function\": {\"name\": \"NAME\"}}";
+const RESPONSE_FORMATS: &str = "an object like {\"type\": \"text\"}";
+
 /// What holds where the body says nothing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Defaults {
@@ -255,7 +259,7 @@ fn read_part(item: &Field<'_>, images: bool) -> Result<Part, BodyError> {
             let message = format!("{}: only text parts are supported, got {}", kind.path(), kind.value().describe());
             Err(kind.error(Code::UnsupportedContent, message))
         }
-        _ => Err(kind.wrong_value("a part type such as \"text\"")),
+        _ => Err(kind.wrong_value("\"text\", \"input_text\", \"output_text\" or \"refusal\"")),
     }
 }
 
@@ -311,15 +315,16 @@ fn tool_name<'a>(field: &Field<'a>) -> Result<&'a str, BodyError> {
 }
 
 fn read_tool_choice(field: &Field<'_>, tools: &[Tool]) -> Result<ToolChoice, BodyError> {
-    let mode = |field: &Field<'_>| match field.string()? {
-        "none" => Ok(ToolMode::None),
-        "auto" => Ok(ToolMode::Auto),
-        "required" => Ok(ToolMode::Required),
-        _ => Err(field.wrong_value("\"none\", \"auto\", \"required\" or an object that names a function")),
+    let mode = |field: &Field<'_>, expected: &str| match field.value() {
+        Value::String(text) if text == "none" => Ok(ToolMode::None),
+        Value::String(text) if text == "auto" => Ok(ToolMode::Auto),
+        Value::String(text) if text == "required" => Ok(ToolMode::Required),
+        Value::String(_) => Err(field.wrong_value(expected)),
+        _ => Err(field.wrong_type(expected)),
     };
-    if let Value::String(_) = field.value() {
-        return Ok(ToolChoice { mode: mode(field)?, allowed: None });
-    }
+    let Value::Object(_) = field.value() else {
+        return Ok(ToolChoice { mode: mode(field, TOOL_CHOICES)?, allowed: None });
+    };
     let choice = field.object()?;
     let named = |entry: &Fields<'_>| {
         let name = match entry.get("function") {
@@ -346,7 +351,8 @@ fn read_tool_choice(field: &Field<'_>, tools: &[Tool]) -> Result<ToolChoice, Bod
             if allowed.is_empty() {
                 return Err(list.wrong_value("a list with at least one tool"));
             }
-            let mode = inner.get("mode").map(|field| mode(&field)).transpose()?.unwrap_or_default();
+            let modes = "\"none\", \"auto\" or \"required\"";
+            let mode = inner.get("mode").map(|field| mode(&field, modes)).transpose()?.unwrap_or_default();
             Ok(ToolChoice { mode, allowed: Some(allowed) })
         }
         _ => Err(kind.wrong_value("\"function\" or \"allowed_tools\"")),
@@ -354,7 +360,7 @@ fn read_tool_choice(field: &Field<'_>, tools: &[Tool]) -> Result<ToolChoice, Bod
 }
 
 fn read_response_format(field: &Field<'_>) -> Result<ResponseFormat, BodyError> {
-    let format = field.object()?;
+    let format = field.object_as(RESPONSE_FORMATS)?;
     let kind = format.required("type")?;
     match kind.string()? {
         "text" => Ok(ResponseFormat::Text),
@@ -388,11 +394,14 @@ pub struct Reasoning {
 /// # Errors
 /// A wrong level, or two switches that contradict each other.
 pub fn read_reasoning(body: &Fields<'_>, defaults: Defaults) -> Result<Reasoning, BodyError> {
-    let object = |key: &str| body.get(key).map(|field| field.object()).transpose();
-    let thinking = object("thinking")?;
-    let kwargs = object("chat_template_kwargs")?;
-    let reasoning = object("reasoning")?;
-    let output_config = object("output_config")?;
+    let object = |key: &str, example: &str| {
+        let expected = format!("an object like {example}");
+        body.get(key).map(|field| field.object_as(&expected)).transpose()
+    };
+    let thinking = object("thinking", "{\"type\": \"enabled\"} or {\"type\": \"disabled\"}")?;
+    let kwargs = object("chat_template_kwargs", "{\"thinking\": true} or {\"thinking\": false}")?;
+    let reasoning = object("reasoning", "{\"effort\": \"high\"}")?;
+    let output_config = object("output_config", "{\"effort\": \"high\"}")?;
 
     // Switches say on or off; levels say how much, and "none" is a switch too.
     let mut switches: Vec<(String, bool)> = Vec::new();
