@@ -121,8 +121,11 @@ impl Figures {
         for record in lines(folder, "peers.jsonl") {
             figures.peer(&record);
         }
-        let slice = fs::read_to_string(folder.join("slice.json")).unwrap_or_default();
-        figures.slice(&serde_json::from_str(&slice).unwrap_or_default());
+        // Where both have a figure, the second's stands: the first is of a longer context.
+        for name in ["slice-long.json", "slice.json"] {
+            let slice = fs::read_to_string(folder.join(name)).unwrap_or_default();
+            figures.slice(&serde_json::from_str(&slice).unwrap_or_default());
+        }
         figures
     }
 
@@ -367,6 +370,7 @@ mod tests {
             ("peers.jsonl", PEERS),
             ("families.jsonl", FAMILIES_TEXT),
             ("slice.json", SLICE),
+            ("slice-long.json", r#"{"rows":[{"name":"decode, 1 rows: a layer","unit":"us","samples":[999.0]}]}"#),
         ];
         let folder = folder("both", &files);
         let text = section(&folder).unwrap().unwrap();
