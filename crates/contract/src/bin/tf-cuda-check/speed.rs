@@ -29,10 +29,10 @@ pub(crate) struct Timer<'a> {
     pub records: Vec<serde_json::Value>,
 }
 
-/// `bytes` random bytes, a pattern of at most 32 MiB over and over; each byte is what `byte` makes of random bits.
+/// `bytes` random bytes, a pattern of at most 4 MiB over and over; each byte is what `byte` makes of random bits.
 fn filled(queue: &mut Queue, device: &Device, bytes: usize, byte: impl Fn(u64) -> u8) -> Result<Buffer> {
     let mut random = Random(bytes as u64);
-    let period = bytes.min(32 << 20);
+    let period = bytes.min(4 << 20);
     let mut pattern = Vec::with_capacity(period);
     while pattern.len() < period {
         let bits = random.next();
