@@ -35,6 +35,18 @@ pub const CAUSAL: Contract = Contract {
             rows: 33,
             sizes: &[("heads", 3), ("head_dim", 32), ("rope_dim", 32), ("window", 8), ("selected", 0)],
         },
+        Case {
+            name: "keys of the release",
+            rows: 2,
+            sizes: &[
+                ("heads", 2),
+                ("head_dim", 512),
+                ("rope_dim", 64),
+                ("window", 128),
+                ("selected", 512),
+                ("positions", 1100),
+            ],
+        },
     ],
     make,
     limits: &[],
@@ -84,6 +96,11 @@ pub const CAUSAL: Contract = Contract {
             include_str!("kernel.metal"),
             "threadgroup float scores[1024];",
             "threadgroup float scores[6144];",
+        ),
+        metal(
+            "has room for the scores of 512 keys (Metal)",
+            "threadgroup float scores[1024];",
+            "threadgroup float scores[512];",
         ),
         cuda(
             "reads the next slot of the ring (CUDA)",
@@ -246,7 +263,8 @@ fn make(case: &Case, seed: u64) -> Box<dyn World> {
     let mut values = Values::new(seed);
     let (heads, head_dim, window) = (case.size("heads"), case.size("head_dim"), case.size("window"));
     let (block, selected) = (case.size("block").max(1), case.size("selected"));
-    let (sequences, length) = (case.rows.div_ceil(SEQUENCE), 80 + block);
+    let positions = case.size("positions");
+    let (sequences, length) = (case.rows.div_ceil(SEQUENCE), positions.max(80) + block);
     let mut records = Vec::new();
     for _ in 0..sequences * length {
         records.extend(values.e4m3(head_dim));
@@ -263,6 +281,8 @@ fn make(case: &Case, seed: u64) -> Box<dyn World> {
         let (sequence, place) = (row / SEQUENCE, row % SEQUENCE);
         let position = if block > 1 {
             1 + (row * 11 % 60)
+        } else if positions > 0 {
+            positions - case.rows + row
         } else if sequence % 2 == 0 {
             place
         } else {

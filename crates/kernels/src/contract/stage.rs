@@ -4,6 +4,7 @@
 use super::Tamper;
 use std::ops::Range;
 use std::time::{Duration, Instant};
+use tf_device::gpu::Backend;
 use tf_device::{Buffer, Device, Element, Queue};
 
 /// What lies in outputs, scratch and padding before a launch, and around every buffer.
@@ -235,6 +236,14 @@ impl<'q> Stage<'q> {
     /// Takes the given ranges of an output for their picks; all other elements must be as they were.
     pub fn ranges<T: Word>(&mut self, output: Output, ranges: Vec<(usize, Range<usize>)>) {
         self.ranges_and_free::<T>(output, ranges, &[]);
+    }
+
+    /// What a launch may fill beside what it promises, where kernels store whole vectors: nothing on Metal.
+    pub fn spare(&self, ranges: impl Iterator<Item = Range<usize>>) -> Vec<Range<usize>> {
+        match self.queue.backend() {
+            Some(Backend::Metal) => Vec::new(),
+            Some(Backend::Cuda) | None => ranges.collect(),
+        }
     }
 
     /// As [`Stage::ranges`], with ranges that the launch may use as it likes.

@@ -10,10 +10,11 @@ pub const DRAFT_HEAD: Contract = Contract {
     formula: "m = embed[previous]; logits = base[i] + head @ m; proposal = argmax, or what a sampled sequence \
         draws; confidence = proj . [hidden_rows[i], m]",
     shapes: "base [sequences, block, vocabulary] f32, hidden_rows [sequences, block, hidden] f32, embed \
-        [vocabulary, rank] bf16; tokens, confidence [sequences, steps]",
+        [vocabulary, rank] bf16; tokens, confidence [sequences, steps]; logits [sequences, vocabulary] f32, those of \
+        the last step",
     order: "head @ m one fused chain over the rank, base added; confidence two sums of products as rms_norm's",
     bound: "proposals exact: gaps exceed 1e-3 or are zero; confidence (columns / 64 + 8) U of the absolute \
-        products of both parts",
+        products of both parts; logits (rank + 2) U of the absolute products and the base",
     cases: &[
         Case {
             name: "slots",
@@ -24,6 +25,11 @@ pub const DRAFT_HEAD: Contract = Contract {
             name: "fewer steps",
             rows: 9,
             sizes: &[("vocabulary", 64), ("rank", 16), ("hidden", 64), ("block", 8), ("steps", 3)],
+        },
+        Case {
+            name: "columns of both halves",
+            rows: 5,
+            sizes: &[("vocabulary", 64), ("rank", 64), ("hidden", 96), ("block", 5), ("steps", 2)],
         },
     ],
     make,
@@ -59,8 +65,14 @@ pub const DRAFT_HEAD: Contract = Contract {
             "hidden_rows + ulong(sequence * shape.block)",
         ),
         metal("leaves the state out of the confidence (Metal)", "= of_hidden + of_state;", "= of_hidden;"),
+        metal("leaves half of the state out (Metal)", "if (c + 32u < columns) odd", "if (c + 64u < columns) odd"),
+        metal(
+            "adds the rank from its end (Metal)",
+            "for (uint k = 0u; k < shape.rank; k++)",
+            "for (uint k = shape.rank; k-- > 0u;)",
+        ),
     ],
-    standard: HOST_CONTROLS,
+    standard: STANDARD_CONTROLS,
 };
 
 /// An edit of this family's Metal source, which gate 1 must notice.
@@ -170,6 +182,21 @@ impl Heads {
         }
         (chain, gap)
     }
+
+    /// What the logits of a sequence's last step may be.
+    fn last_logits(&self, row: usize, chain: &[(u32, f64)]) -> Vec<Expected> {
+        let (vocabulary, rank) = (self.vocabulary, self.rank);
+        let previous = self.steps.checked_sub(2).map_or(self.anchors[row], |step| chain[step].0);
+        let state = bf16_values(&self.embed[previous as usize * rank..][..rank]);
+        let base = wide(&self.base[(row * self.block + self.steps - 1) * vocabulary..][..vocabulary]);
+        let of_token = |(base, head): (&f64, &[u16])| {
+            let head = bf16_values(head);
+            let value = base + head.iter().zip(&state).map(|(a, b)| a * b).sum::<f64>();
+            let radius = dot_error(&head, &state, (rank + 2) as f64) + 2.0 * U * base.abs();
+            Expected { value, span: Span::around(value, radius) }
+        };
+        base.iter().zip(self.head.chunks(rank)).map(of_token).collect()
+    }
 }
 
 impl Heads {
@@ -254,8 +281,7 @@ impl World for Heads {
         for input in [base, hidden_rows, embed, head, proj] {
             stage.read(input);
         }
-        let scratch = 0..sequences * vocabulary;
-        stage.ranges_and_free::<f32>(logits, Vec::new(), std::slice::from_ref(&scratch));
+        stage.rows::<f32>(logits, vocabulary);
         for sequence in 0..sequences {
             let at = sequence * steps..(sequence + 1) * steps;
             stage.words(sequence, tokens[at.clone()].iter().copied());
@@ -269,7 +295,8 @@ impl World for Heads {
         let chain = self.chain(row).0;
         let embed = bf16_values(&self.embed);
         let proj = wide(&self.proj);
-        let mut expected: Vec<Expected> = chain.iter().map(|(token, _)| Expected::exactly(f64::from(*token))).collect();
+        let mut expected = self.last_logits(row, &chain);
+        expected.extend(chain.iter().map(|(token, _)| Expected::exactly(f64::from(*token))));
         let mut previous = self.anchors[row];
         for (step, (token, confidence)) in chain.iter().enumerate() {
             let own = wide(&self.hidden_rows[(row * self.block + step) * hidden..][..hidden]);
@@ -283,9 +310,11 @@ impl World for Heads {
     }
 
     fn decode(&self, _row: usize, words: &[u32]) -> Vec<f64> {
-        let (tokens, confidence) = words.split_at(self.steps);
-        let confidence = confidence.iter().map(|word| f64::from(f32::from_bits(*word)));
-        tokens.iter().map(|token| f64::from(*token)).chain(confidence).collect()
+        let (logits, proposed) = words.split_at(self.vocabulary);
+        let (tokens, confidence) = proposed.split_at(self.steps);
+        let float = |word: &u32| f64::from(f32::from_bits(*word));
+        let tokens = tokens.iter().map(|token| f64::from(*token));
+        logits.iter().map(float).chain(tokens).chain(confidence.iter().map(float)).collect()
     }
 
     fn work(&self) -> Work {

@@ -40,6 +40,13 @@ pub const INDEX_SCORE: Contract = Contract {
     ],
     edits: &[
         metal("leaves the rectifier out (Metal)", "max_second(dots[h], 0.0f)", "dots[h]"),
+        Control::metal(
+            "scores the entry behind the last (Metal)",
+            Gate::Memory,
+            include_str!("kernel.metal"),
+            "if (entry >= seen) return;",
+            "if (entry > seen) return;",
+        ),
         metal("takes the neighbour's nibble (Metal)", ">> 4u * (c % 8u) & 15u", ">> 4u * (c % 8u ^ 1u) & 15u"),
         metal("takes the first scale (Metal)", "scales[16u * (c / 32u)]", "scales[0]"),
         metal(
@@ -408,8 +415,7 @@ impl World for Scores {
         let seats = view.read(stage);
         let seen = |place: usize| visible(seats.rows[place].position, index.ratio as u32);
         let promised = (0..picks.len()).map(|place| (place, place * stride..place * stride + seen(place))).collect();
-        // Vectors are stored whole.
-        let free: Vec<_> = (0..picks.len()).map(|place| place * stride..(place + 1) * stride).collect();
+        let free = stage.spare((0..picks.len()).map(|place| place * stride..(place + 1) * stride));
         stage.ranges_and_free::<f32>(scores, promised, &free);
         Ok(())
     }
@@ -498,8 +504,7 @@ impl World for Selection {
         let kept: Vec<usize> = counts.held::<u32>()[..rows].iter().map(|count| *count as usize).collect();
         let held =
             kept.iter().enumerate().map(|(place, kept)| (place, place * top_k..place * top_k + (*kept).min(top_k)));
-        let (held, free) =
-            (held.collect(), (0..rows).map(|place| place * top_k..(place + 1) * top_k).collect::<Vec<_>>());
+        let (held, free) = (held.collect(), stage.spare((0..rows).map(|place| place * top_k..(place + 1) * top_k)));
         stage.rows::<u32>(counts, 1);
         stage.ranges_and_free::<u32>(selected, held, &free);
         if index.publish {
@@ -508,8 +513,7 @@ impl World for Selection {
             let length = |count: u32| if count == ALL_BLOCKS { 0 } else { (count as usize).min(most) };
             let held =
                 listed.iter().enumerate().map(|(place, count)| (place, place * most..place * most + length(*count)));
-            let (held, free) =
-                (held.collect(), (0..rows).map(|place| place * most..(place + 1) * most).collect::<Vec<_>>());
+            let (held, free) = (held.collect(), stage.spare((0..rows).map(|place| place * most..(place + 1) * most)));
             stage.rows::<u32>(block_counts, 1);
             stage.ranges_and_free::<u32>(blocks, held, &free);
         } else {

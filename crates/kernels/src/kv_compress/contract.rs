@@ -20,6 +20,7 @@ pub const RATIO1: Contract = Contract {
     cases: &[
         Case { name: "wide", rows: 128, sizes: &[("head_dim", 128), ("rope_dim", 64), ("ratio", 1)] },
         Case { name: "small", rows: 10, sizes: &[("head_dim", 64), ("rope_dim", 16), ("ratio", 1)] },
+        Case { name: "width of the release", rows: 4, sizes: &[("head_dim", 512), ("rope_dim", 64), ("ratio", 1)] },
     ],
     make,
     limits: &[],
@@ -57,6 +58,7 @@ pub const RATIO2: Contract = Contract {
     cases: &[
         Case { name: "wide", rows: 128, sizes: &[("head_dim", 128), ("rope_dim", 64), ("ratio", 2)] },
         Case { name: "small", rows: 10, sizes: &[("head_dim", 64), ("rope_dim", 16), ("ratio", 2)] },
+        Case { name: "width of the release", rows: 4, sizes: &[("head_dim", 512), ("rope_dim", 64), ("ratio", 2)] },
     ],
     controls: &[
         CONTROLS[0].copy(),

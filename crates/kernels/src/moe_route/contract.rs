@@ -15,6 +15,7 @@ pub const MOE_ROUTE: Contract = Contract {
         Case { name: "wide", rows: 128, sizes: &[("experts", 256), ("top_k", 6)] },
         Case { name: "few experts", rows: 17, sizes: &[("experts", 9), ("top_k", 3)] },
         Case { name: "all chosen", rows: 5, sizes: &[("experts", 4), ("top_k", 4)] },
+        Case { name: "experts of the release", rows: 3, sizes: &[("experts", 384), ("top_k", 6)] },
     ],
     make,
     limits: &[Limit { what: "experts", most: EXPERTS_MAX, accepts, beyond: EXPERTS_MAX + 1 }],

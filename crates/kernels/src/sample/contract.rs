@@ -3,7 +3,7 @@
 use super::reference::{self, Filters};
 use super::{Args, Draw, History, Scratch, Settings, launch};
 use crate::contract::*;
-use tf_numerics::draw::bits;
+use tf_numerics::draw::{bits, noise};
 
 pub const SAMPLE: Contract = Contract {
     name: "sample",
@@ -17,6 +17,7 @@ pub const SAMPLE: Contract = Contract {
     cases: &[
         Case { name: "wide", rows: 128, sizes: &[("vocabulary", 301)] },
         Case { name: "large vocabulary", rows: 22, sizes: &[("vocabulary", 5000)] },
+        Case { name: "as many threads as there are", rows: 3, sizes: &[("vocabulary", 65_536)] },
     ],
     make,
     limits: &[],
@@ -39,6 +40,22 @@ pub const SAMPLE: Contract = Contract {
             include_str!("kernel.metal"),
             "threadgroup ulong part[32];",
             "threadgroup ulong part[4098];",
+        ),
+        metal(
+            "takes the smaller value of equal sums (Metal)",
+            "own_score == score && own > key",
+            "own_score == score && own < key",
+        ),
+        metal("leaves the masked tokens in (Metal)", "if (id < count) values[id] = -INFINITY;\n", ""),
+        metal(
+            "reads a word behind the mask (Metal)",
+            "id / 32u < draw.allowed_count",
+            "id / 32u <= draw.allowed_count",
+        ),
+        metal(
+            "leaves the last token out (Metal)",
+            "id < count; id += crew.threads) {\n        const float value = values[id] / divisor;",
+            "id + 1u < count; id += crew.threads) {\n        const float value = values[id] / divisor;",
         ),
         metal_draw(
             "ties go to the larger id (Metal)",
@@ -103,11 +120,18 @@ const fn metal(name: &'static str, find: &'static str, replace: &'static str) ->
 }
 
 /// How a row draws, by its index.
-const KINDS: usize = 12;
+const KINDS: usize = 15;
+/// The kind whose two best tokens have equal sums of value and noise, and that whose mask ends before the vocabulary does.
+const TIED: usize = 13;
+const SHORT: usize = 14;
+/// The lower one of the two tied tokens; see [`Rows::other`].
+const PAIR: u32 = 66;
 const TOP: u32 = 3;
 const BIAS: &[(u32, f32)] = &[(3, 2.5), (7, -4.0)];
 /// Of tokens that the penalties meet as well: every step changes what the step before it left, in other threads.
 const BIAS_OF_SEEN: &[(u32, f32)] = &[(5, 2.5), (11, -4.0)];
+/// Ids whose bits, read as a mask, let the lowest tokens of a word through.
+const MASKED: &[u32] = &[31, 63];
 const PROMPT: &[u32] = &[2, 5, 9, 11];
 const REPLY: &[u32] = &[5, 8, 8, 20];
 
@@ -132,6 +156,8 @@ fn settings_of(kind: usize, seed: u64) -> Settings<'static> {
         8 => Settings { top_k: 40, min_p: 0.4, temperature: 1.5, ..plain },
         9 => Settings { top_p: 0.97, min_p: 0.4, temperature: 1.5, ..plain },
         10 => Settings { temperature: 1.5, ..plain },
+        12 | SHORT => Settings { masked: MASKED, masked_before: REPLY.len() as u32 + 1, ..plain },
+        TIED => Settings { temperature: 1.0, ..plain },
         _ => Settings {
             logit_bias: BIAS_OF_SEEN,
             frequency_penalty: 0.5,
@@ -145,7 +171,8 @@ fn settings_of(kind: usize, seed: u64) -> Settings<'static> {
 fn make(case: &Case, seed: u64) -> Box<dyn World> {
     let mut values = Values::new(seed);
     let vocabulary = case.size("vocabulary");
-    let mask = (0..vocabulary.div_ceil(32)).map(|_| values.word() | 1).collect();
+    let mut mask: Vec<u32> = (0..vocabulary.div_ceil(32)).map(|_| values.word() | 1).collect();
+    mask[(vocabulary - 1) / 32] |= 1 << ((vocabulary - 1) % 32);
     let mut rows = Rows { vocabulary, logits: Vec::new(), seeds: Vec::new(), mask };
     for row in 0..case.rows {
         // Rows whose choice hangs on less than a kernel's error are drawn again.
@@ -165,6 +192,7 @@ fn make(case: &Case, seed: u64) -> Box<dyn World> {
                 own[150 + row % 100] = 12.0;
             }
             rows.seeds.push(u64::from(values.word()) << 32 | u64::from(values.word()));
+            rows.lead(row);
             if rows.is_clear(row) {
                 break;
             }
@@ -178,8 +206,41 @@ impl Rows {
         100 + row as u32 * 3
     }
 
-    fn is_masked(row: usize) -> bool {
-        matches!(row % KINDS, 1 | 7 | 11)
+    /// Lets those tokens lead that a rule is about.
+    fn lead(&mut self, row: usize) {
+        let (vocabulary, kind, seed) = (self.vocabulary, row % KINDS, self.seeds[row]);
+        let short = 32 * (self.mask.len() - 1);
+        let own = &mut self.logits[row * vocabulary..];
+        match kind {
+            12 => MASKED.iter().for_each(|id| own[*id as usize] += 8.0),
+            SHORT => own[short..].iter_mut().for_each(|value| *value += 8.0),
+            TIED => {
+                let of_noise = |id| noise::<f32>(seed, Rows::position(row), id);
+                let other = Rows::other(row);
+                own[PAIR as usize] = 40.0 - of_noise(PAIR);
+                let score = own[PAIR as usize] + of_noise(PAIR);
+                let near = (score - of_noise(other)).to_bits();
+                let equal = (near - 64..near + 64).find(|bits| f32::from_bits(*bits) + of_noise(other) == score);
+                own[other as usize] = f32::from_bits(equal.expect("a sum of two numbers is met by a neighbour"));
+            }
+            // The last token, which loops may leave out.
+            _ if row / KINDS % 2 == 1 => own[vocabulary - 1] = 13.0,
+            _ => {}
+        }
+    }
+
+    /// The other one of a row's tied tokens: one that the same thread of 32 or 96 looks at, or the neighbour's.
+    fn other(row: usize) -> u32 {
+        PAIR + if (row / KINDS).is_multiple_of(2) { 96 } else { 1 }
+    }
+
+    /// The tokens that a row allows, as bits.
+    fn mask_of(&self, row: usize) -> Option<&[u32]> {
+        match row % KINDS {
+            1 | 7 | 11 => Some(&self.mask),
+            SHORT => Some(&self.mask[..self.mask.len() - 1]),
+            _ => None,
+        }
     }
 
     /// The row's values after bias, penalties and mask.
@@ -199,7 +260,8 @@ impl Rows {
                 *value -=
                     f64::from(settings.frequency_penalty) * count(REPLY) as f64 + f64::from(settings.presence_penalty);
             }
-            if Rows::is_masked(row) && self.mask[id / 32] >> (id % 32) & 1 == 0 {
+            let word = self.mask_of(row).map_or(u32::MAX, |mask| mask.get(id / 32).copied().unwrap_or(0));
+            if word >> (id % 32) & 1 == 0 || settings.masked.contains(&(id as u32)) {
                 *value = f64::NEG_INFINITY;
             }
         }
@@ -225,7 +287,7 @@ impl Rows {
 
     fn is_clear(&self, row: usize) -> bool {
         let token = self.token(row, 0.0);
-        row.is_multiple_of(KINDS) || [1e-3, -1e-3].iter().all(|nudge| self.token(row, *nudge) == token)
+        matches!(row % KINDS, 0 | TIED) || [1e-3, -1e-3].iter().all(|nudge| self.token(row, *nudge) == token)
     }
 }
 
@@ -272,14 +334,14 @@ impl World for Rows {
             .enumerate()
             .map(|(place, (pick, settings))| {
                 let row = row_of(*pick);
-                let masked = Rows::is_masked(row) && !fault.is("leaves the mask out");
+                let allowed = self.mask_of(row).filter(|_| !fault.is("leaves the mask out"));
                 Draw {
                     row: place,
                     position: Rows::position(row) - before,
                     reply_count: REPLY.len() as u32,
                     settings,
                     history: History { prompt: PROMPT, reply: REPLY, window: &[] },
-                    allowed: masked.then_some(&self.mask[..]),
+                    allowed,
                     logprobs: Some(TOP),
                     next: Some((row % vocabulary) as u32),
                 }
@@ -330,6 +392,13 @@ impl World for Rows {
         };
         let token = self.token(row, 0.0);
         let mut expected = vec![Expected::exactly(f64::from(token)), of(token), of((row % self.vocabulary) as u32)];
+        if row % KINDS == TIED {
+            // The sums differ by less than a rounding: either by the definition, one by the order of float32.
+            let either = |a: Span, b: Span| Span { low: a.low.min(b.low), high: a.high.max(b.high) };
+            let other = Rows::other(row);
+            expected[0].span = Span { low: f64::from(PAIR), high: f64::from(other) };
+            expected[1].span = either(of(PAIR).span, of(other).span);
+        }
         for id in reference::ranked(&logits).into_iter().take(TOP as usize) {
             expected.extend([Expected::exactly(f64::from(id)), of(id)]);
         }

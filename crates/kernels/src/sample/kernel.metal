@@ -171,7 +171,6 @@ inline uint choose_token(device const Draw &draw, device float *values, uint cou
             status = first < LEAST_KEY ? 2u : 0u;
             if (status != 0u) return 0u;
             for (uint id = crew.thread_index; id < count; id += crew.threads) values[id] = values[id] / draw.temperature;
-            threadgroup_barrier(mem_flags::mem_device);
             const float best = value_of_key(first);
             ulong end = LEAST_KEY;
             if (draw.top_k > 0u && draw.top_k < count) end = end_of_top_k(values, count, draw.top_k, crew);

@@ -166,13 +166,16 @@ impl World for Rows {
             let ranges = list.iter().take(rows).enumerate();
             ranges.map(|(place, count)| (place, place * width..place * width + length(*count))).collect::<Vec<_>>()
         };
-        let free = |width: usize| (0..rows).map(|place| place * width..(place + 1) * width).collect::<Vec<_>>();
         let kept = held(&counts.held::<u32>(), top_k);
         let listed = held(&block_counts.held::<u32>(), self.blocks_max);
         stage.rows::<u32>(counts, 1);
-        stage.ranges_and_free::<u32>(selected, kept, &free(top_k));
+        let free = |stage: &Stage<'_>, width: usize| {
+            stage.spare((0..rows).map(move |place| place * width..(place + 1) * width))
+        };
+        let (of_selected, of_blocks) = (free(stage, top_k), free(stage, self.blocks_max));
+        stage.ranges_and_free::<u32>(selected, kept, &of_selected);
         stage.rows::<u32>(block_counts, 1);
-        stage.ranges_and_free::<u32>(blocks, listed, &free(self.blocks_max));
+        stage.ranges_and_free::<u32>(blocks, listed, &of_blocks);
         Ok(())
     }
 
