@@ -501,7 +501,9 @@ fn named(spec: &OptionSpec, name: &str) -> Option<Form> {
 /// All names that a command understands.
 fn names(command: Command) -> impl Iterator<Item = &'static str> {
     let options = OPTIONS.iter().filter(move |spec| spec.commands.contains(&command));
-    options.flat_map(|spec| std::iter::once(spec.flag).chain(spec.aliases.iter().map(|alias| alias.name)))
+    let options =
+        options.flat_map(|spec| std::iter::once(spec.flag).chain(spec.aliases.iter().map(|alias| alias.name)));
+    options.chain(["help"])
 }
 
 fn scalars(value: &toml::Value) -> Option<Vec<String>> {

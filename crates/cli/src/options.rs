@@ -474,7 +474,7 @@ pub const OPTIONS: &[OptionSpec] = &[
         "names in the Host header, against DNS rebinding"),
     option("api-prefix", Kind::Text, S::Endpoint, SERVE, NONE,
         "all routes below this path").also(&[same("--root-path")]),
-    option("max-body", Kind::Size, S::Endpoint, SERVE, DefaultValue::Says("64MiB, at most a 64th of the memory"),
+    option("max-body", Kind::Size, S::Endpoint, SERVE, DefaultValue::Says("64 bytes a token of the window, 4MiB to 64MiB"),
         "largest request body; two of them are in the memory plan"),
     option("sse-ping", number(0.1, 3600.0), S::Endpoint, SERVE, DefaultValue::Is("5"),
         "longest silence in an open stream, in seconds").also(&[same("--sse-ping-interval")]),

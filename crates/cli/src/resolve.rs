@@ -32,13 +32,12 @@ const KEPT_WINDOWS_AUTO: u64 = 32;
 /// What the program takes beside the model: tokenizer, threads, connections, texts of requests, what the allocator keeps.
 const PROGRAM_BYTES: u64 = 48 << 20;
 
-/// Memory for work on bodies: that of cutting a whole window of usual text into tokens.
-const WORK_BYTES_A_TOKEN: u64 = 6 * tf_server::CUT_BYTES as u64;
-/// However short the window may be, and however long.
-const WORK_BYTES: (u64, u64) = (8 << 20, 1 << 30);
-/// The largest body where nobody says, and what of the memory it is at most.
-const BODY_BYTES: u64 = 64 << 20;
-const BODY_PART: u64 = 64;
+/// Memory for cutting the usual text of a token into tokens, and bounds of the whole window's.
+const CUT_BYTES_A_TOKEN: u64 = 6 * tf_server::CUT_BYTES as u64;
+const CUT_BYTES: (u64, u64) = (1 << 20, 1 << 30);
+/// The largest body where nobody says: so much for a token of the window, within bounds. Usual text has four bytes.
+const BODY_BYTES_A_TOKEN: u64 = 64;
+const BODY_BYTES: (u64, u64) = (4 << 20, 64 << 20);
 /// Options whose value may be what leaves no room.
 const SIZES: [&str; 5] = ["prefix-cache-bytes", "engram", "max-body", "round-rows", "threads"];
 
@@ -108,7 +107,6 @@ struct Asked {
     slots: Option<u32>,
     round_rows: u32,
     is_drafting: bool,
-    body_bytes: u64,
 }
 
 fn asked(arguments: &Arguments, shape: &Shape, site: Site) -> Result<Asked, Mistakes> {
@@ -150,38 +148,42 @@ fn asked(arguments: &Arguments, shape: &Shape, site: Site) -> Result<Asked, Mist
             mistakes.push(format!("--chunk {text} is no number of rows. Use 1 or more, or auto"));
         }
     }
-    let body_bytes = body_bytes(arguments, budget);
-    if body_bytes == Some(0) {
+    if let Some(Value::Bytes(0)) = flag_value(arguments, "max-body") {
         mistakes.push("--max-body 0 refuses every request. Use a larger value or leave it out".to_owned());
     }
-    let body_bytes = body_bytes.unwrap_or(0);
     match mistakes.is_empty() {
-        true => Ok(Asked { budget, threads, context, slots, round_rows, is_drafting, body_bytes }),
+        true => Ok(Asked { budget, threads, context, slots, round_rows, is_drafting }),
         false => Err(Mistakes(mistakes)),
     }
 }
 
-/// The largest body of a request; `None` where nobody sends any. What `info` shows is a server's.
-fn body_bytes(arguments: &Arguments, budget: Option<u64>) -> Option<u64> {
-    if !matches!(arguments.command, Command::Serve | Command::Info) {
-        return None;
-    }
-    match flag_value(arguments, "max-body") {
-        Some(Value::Bytes(bytes)) => Some(*bytes),
-        _ => Some((budget.unwrap_or(u64::MAX) / BODY_PART).clamp(1, BODY_BYTES)),
+/// The largest body of a request; 0 where nobody sends any. What `info` shows is a server's.
+fn body_bytes(arguments: &Arguments, context: u32) -> u64 {
+    match (arguments.command, flag_value(arguments, "max-body")) {
+        (Command::Serve, Some(Value::Bytes(bytes))) => *bytes,
+        (Command::Serve | Command::Info, _) => {
+            (u64::from(context) * BODY_BYTES_A_TOKEN).clamp(BODY_BYTES.0, BODY_BYTES.1)
+        }
+        _ => 0,
     }
 }
 
-/// Memory for work on bodies of a window.
+/// Memory for work on bodies: a parsed one of the largest with its prompt, and a window's text while it is cut into tokens.
 fn work_bytes(body_bytes: u64, context: u32) -> u64 {
     match body_bytes {
         0 => 0,
-        _ => (u64::from(context) * WORK_BYTES_A_TOKEN).clamp(WORK_BYTES.0, WORK_BYTES.1),
+        _ => 2 * body_bytes + (u64::from(context) * CUT_BYTES_A_TOKEN).clamp(CUT_BYTES.0, CUT_BYTES.1),
     }
 }
 
+/// All that bodies take.
+fn bodies_bytes(arguments: &Arguments, context: u32) -> u64 {
+    let body_bytes = body_bytes(arguments, context);
+    tf_server::BODIES_MAX as u64 * body_bytes + work_bytes(body_bytes, context)
+}
+
 fn settle(arguments: &Arguments, shape: &Shape, site: Site) -> Result<Loading, LoadingError> {
-    let Asked { budget, threads, context, slots, round_rows, is_drafting, body_bytes } = asked(arguments, shape, site)?;
+    let Asked { budget, threads, context, slots, round_rows, is_drafting } = asked(arguments, shape, site)?;
     let engram = flag_text(arguments, "engram").and_then(engram_place).unwrap_or_default();
     let longest = shape.max_position_embeddings as u32;
 
@@ -191,7 +193,7 @@ fn settle(arguments: &Arguments, shape: &Shape, site: Site) -> Result<Loading, L
     let with_pages = |slots: u32, context: u32, pages: u32, kept_bytes: u64| MemoryPlan {
         kept_bytes,
         program_bytes: PROGRAM_BYTES,
-        bodies_bytes: tf_server::BODIES_MAX as u64 * body_bytes + work_bytes(body_bytes, context),
+        bodies_bytes: bodies_bytes(arguments, context),
         disk_index_bytes: disk::index_bytes(arguments, budget),
         engram,
         ..MemoryPlan::on(site.backend, shape, slots, context, round_rows, threads, Some(pages))
@@ -288,6 +290,7 @@ fn settle(arguments: &Arguments, shape: &Shape, site: Site) -> Result<Loading, L
         pages: Some(pages),
         ..Options::default()
     };
+    let body_bytes = body_bytes(arguments, context);
     let work_bytes = work_bytes(body_bytes, context);
     Ok(Loading { options, plan, prefix_cache_bytes, body_bytes, work_bytes, budget, engram })
 }
@@ -506,9 +509,9 @@ mod tests {
         assert_eq!((options.context, options.slots, options.round_rows, options.threads), (8192, 8, 512, 3));
         assert!(options.draft && loading.plan.total_bytes() <= loading.budget.unwrap());
         // Little memory: a shorter window before fewer than one request.
-        let tight = loading_of("serve --threads 1 --memory 88MiB").unwrap();
+        let tight = loading_of("serve --threads 1 --memory 96MiB").unwrap();
         assert!(tight.options.context < 8192 && tight.options.slots == 1, "{tight:?}");
-        assert!(tight.plan.total_bytes() <= 88 << 20);
+        assert!(tight.plan.total_bytes() <= 96 << 20);
         // Without any figure of the machine everything is taken as asked.
         let unknown = super::loading(&arguments("serve --parallel 3"), &FLASH, Site::default()).unwrap();
         assert_eq!((unknown.options.context, unknown.options.slots, unknown.budget), (1 << 20, 3, None));
@@ -521,7 +524,7 @@ mod tests {
     #[test]
     fn a_raised_budget_never_shrinks_a_window() {
         let (mut context, mut slots, mut grew) = (0, 0, 0);
-        for mebibytes in 88..124 {
+        for mebibytes in 96..132 {
             let line = format!("serve --threads 1 --memory {mebibytes}MiB");
             let options = loading_of(&line).unwrap().options;
             assert!(options.context >= context && options.slots >= slots, "{mebibytes} MiB: {options:?}");
@@ -540,8 +543,8 @@ mod tests {
             ("serve --round-rows 5", "--round-rows 5 is fewer than the 6 rows of a draft block"),
             ("serve --round-rows 8 --parallel 8", "--round-rows 8 leaves no row for prompts beside 8 replies"),
             ("serve --memory 1MiB", "the weights, the activations and the program itself need"),
-            ("serve --memory 160MiB --parallel 1000", "one token for each of 1000 requests"),
-            ("serve --memory 120MiB --parallel 200 --context 8k", "or raise --memory"),
+            ("serve --memory 166MiB --parallel 1000", "one token for each of 1000 requests"),
+            ("serve --memory 130MiB --parallel 200 --context 8k", "or raise --memory"),
         ] {
             let error = loading_of(line).unwrap_err().to_string();
             assert!(error.contains(part), "{line}: {error}");
@@ -577,11 +580,13 @@ mod tests {
         let plan = |line: &str| loading_of(line).unwrap().plan;
         let (serve, info) = (plan("serve --context 8k"), plan("info tiny-dsv41 --context 8k"));
         assert_eq!(serve.bodies_bytes, info.bodies_bytes, "the plan of info is the plan of serve");
-        assert_eq!(serve.bodies_bytes, 2 * (64 << 20) + 8192 * 6 * 192);
-        assert_eq!(plan("serve --context 8k --max-body 3MiB").bodies_bytes, 2 * (3 << 20) + 8192 * 6 * 192);
+        assert_eq!(serve.bodies_bytes, 4 * (4 << 20) + 8192 * 6 * 192);
+        assert_eq!(plan("serve --context 8k --max-body 3MiB").bodies_bytes, 4 * (3 << 20) + 8192 * 6 * 192);
         assert_eq!(plan("run hello").bodies_bytes, 0);
-        let small = loading_of("serve --memory 128MiB").unwrap();
-        assert_eq!(small.body_bytes, 2 << 20, "a 64th of the memory");
+        let release = |line: &str| loading(&arguments(line), &FLASH, Site::default()).unwrap();
+        let (long, short) = (release("serve"), release("serve --context 128k"));
+        assert_eq!((long.body_bytes, short.body_bytes), (64 << 20, 8 << 20), "64 bytes a token");
+        assert_eq!(long.plan.bodies_bytes, 4 * (64 << 20) + (1 << 30), "at most");
         let error = loading_of("serve --max-body 0").unwrap_err().to_string();
         assert!(error.contains("--max-body 0 refuses every request"), "{error}");
     }

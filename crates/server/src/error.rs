@@ -141,7 +141,9 @@ impl ApiError {
     }
 
     pub fn too_large(limit_bytes: usize) -> Self {
-        let message = format!("The body is larger than {limit_bytes} bytes. The limit is set with --max-body.");
+        let message = format!(
+            "The body is larger than {limit_bytes} bytes. Shorten it, or start the server with a larger --max-body."
+        );
         ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, INVALID, "request_too_large", message)
     }
 
@@ -154,7 +156,9 @@ impl ApiError {
     }
 
     pub fn unsupported_media_type(found: &str) -> Self {
-        let message = format!("The body must be application/json, got {found:?}.");
+        let message = format!(
+            "The body must be application/json, got {found:?}. Send the header `content-type: application/json`."
+        );
         ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, INVALID, "unsupported_media_type", message)
     }
 

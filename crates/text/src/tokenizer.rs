@@ -201,7 +201,28 @@ impl Tokenizer {
 
 fn load(file: &Value) -> Result<tokenizers::Tokenizer, TokenizerError> {
     // Through text: the library's own parser expects the merges in file order and reports places.
-    file.to_string().parse().map_err(|error: tokenizers::Error| TokenizerError::Library(error.to_string()))
+    file.to_string().parse().map_err(|error: tokenizers::Error| not_loaded(file, &error.to_string()))
+}
+
+/// What the library says, or which part of the file it stumbled over where it only speaks of its own types.
+fn not_loaded(file: &Value, reason: &str) -> TokenizerError {
+    let speaks_of_types = ["untagged enum", "invalid type", "invalid value", "missing field", "unknown variant"]
+        .iter()
+        .any(|word| reason.contains(word));
+    if !speaks_of_types {
+        return TokenizerError::Library(reason.rfind(" at line ").map_or(reason, |end| &reason[..end]).into());
+    }
+    let loads_without = |part: &&str| {
+        let mut rest = file.clone();
+        rest[*part] = if *part == "added_tokens" { Value::Array(Vec::new()) } else { Value::Null };
+        rest.to_string().parse::<tokenizers::Tokenizer>().is_ok()
+    };
+    let place = ["normalizer", "pre_tokenizer", "decoder", "added_tokens"].into_iter().find(loads_without);
+    TokenizerError::Form {
+        place: place.unwrap_or("model").into(),
+        found: "of another form".into(),
+        expected: "that of a byte-level BPE tokenizer".into(),
+    }
 }
 
 fn encode(tokenizer: &tokenizers::Tokenizer, text: &str) -> Result<Vec<TokenId>, TokenizerError> {

@@ -4,7 +4,7 @@ use serde_json::Value;
 use tf_text::TokenId;
 use tf_text::chat::openai::{ChatBody, Defaults, chat_body};
 use tf_text::chat::{self, Marker, ParseStart, Prompt};
-use tf_text::fields::{BodyError, Fields};
+use tf_text::fields::{BodyError, Code, Fields};
 use tf_text::json;
 use tf_text::tokenizer::Tokenizer;
 
@@ -445,6 +445,53 @@ fn what_clients_send_unasked_is_accepted() {
         ),
     ] {
         assert!(read(body).is_ok(), "{why}: {:?}", read(body));
+    }
+}
+
+/// Reported as: `tool_choice: 0` "must be an object", `thinking: false` "must be an object".
+#[test]
+fn a_value_of_the_wrong_type_is_told_every_form_that_is_right() {
+    for (field, message) in [
+        (
+            r#""tool_choice":0"#,
+            "tool_choice must be \"none\", \"auto\", \"required\" or an object that names a function, like {\"type\": \
+             \"function\", \"function\": {\"name\": \"NAME\"}}, got 0",
+        ),
+        (
+            r#""thinking":false"#,
+            "thinking must be an object like {\"type\": \"enabled\"} or {\"type\": \"disabled\"}, got false",
+        ),
+        (
+            r#""chat_template_kwargs":[]"#,
+            "chat_template_kwargs must be an object like {\"thinking\": true} or {\"thinking\": false}, got a list",
+        ),
+        (r#""reasoning":"high""#, "reasoning must be an object like {\"effort\": \"high\"}, got \"high\""),
+        (r#""response_format":"json""#, "response_format must be an object like {\"type\": \"text\"}, got \"json\""),
+    ] {
+        let error = read(&format!(r#"{{"messages":[{{"role":"user","content":"Q"}}],{field}}}"#)).unwrap_err();
+        assert_eq!((error.code, error.message.as_str()), (Code::InvalidType, message));
+    }
+}
+
+/// Reported as: `enable_thinking: false` and a template of one's own are ignored, and the reply is another one than was asked for.
+#[test]
+fn fields_that_decide_the_prompt_elsewhere_are_refused_and_not_ignored() {
+    let with = |field: &str| format!(r#"{{"messages":[{{"role":"user","content":"Q"}}],{field}}}"#);
+    for (field, key) in [
+        (r#""enable_thinking":false"#, "enable_thinking"),
+        (r#""enable_thinking":true"#, "enable_thinking"),
+        (r#""chat_template":"{{ messages }}""#, "chat_template"),
+        (r#""documents":[{"text":"x"}]"#, "documents"),
+        (r#""functions":[{"name":"f"}]"#, "functions"),
+    ] {
+        let error = read(&with(field)).unwrap_err();
+        assert_eq!((error.code, error.param.as_deref()), (Code::UnsupportedParameter, Some(key)), "{field}");
+        assert!(error.message.starts_with(&format!("{key} is not supported: ")), "{}", error.message);
+    }
+    for field in
+        [r#""enable_thinking":null"#, r#""chat_template":"""#, r#""documents":[]"#, r#""function_call":"none""#]
+    {
+        assert!(read(&with(field)).is_ok(), "{field}");
     }
 }
 

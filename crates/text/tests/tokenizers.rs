@@ -143,6 +143,18 @@ fn a_broken_tokenizer_file_is_refused_with_what_is_wrong() {
             |file| drop(file.as_object_mut().expect("object").remove("added_tokens")),
             "added_tokens is missing",
         ),
+        (
+            "a step of no known kind",
+            |file| file["pre_tokenizer"]["pretokenizers"][1] = json!({"a": 1}),
+            "pre_tokenizer is of another form, expected that of a byte-level BPE tokenizer",
+        ),
+        ("a decoder with a text", |file| file["decoder"]["trim_offsets"] = json!("x"), "decoder is of another form"),
+        (
+            "an added token with a text",
+            |file| file["added_tokens"][1]["single_word"] = json!(""),
+            "added_tokens is of another form",
+        ),
+        ("a model with a text", |file| file["model"]["byte_fallback"] = json!("x"), "model is of another form"),
         ("a file that is null", |file| *file = Value::Null, "the file is null, expected an object"),
         ("merges that are null", |file| file["model"]["merges"] = Value::Null, "model.merges is null, expected a list"),
         ("a merge of one token", |file| file["model"]["merges"][7] = json!("ab"), "model.merges[7] is \"ab\""),

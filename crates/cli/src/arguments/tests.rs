@@ -134,6 +134,7 @@ fn a_backend_of_another_build_is_refused_with_what_it_needs() {
 fn mistakes_are_named() {
     for (line, part) in [
         ("serve --prot 1", "--prot is not an option of serve. Did you mean --port?"),
+        ("serve --hepl", "--hepl is not an option of serve. Did you mean --help?"),
         ("serve --zzzzzz 1", "--zzzzzz is not an option of serve."),
         ("run --port 1", "--port is not an option of run; it belongs to serve"),
         ("serve --port", "--port needs a value"),

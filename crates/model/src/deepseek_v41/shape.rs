@@ -344,9 +344,10 @@ struct Reader<'a> {
 impl Reader<'_> {
     fn read(&mut self) -> Shape {
         self.fixed();
-        let layers = self.count("text_config.num_hidden_layers", 1..=1024);
+        let layers = self.bound("text_config.num_hidden_layers", 1..=1024);
         let drafts = self.count("text_config.num_nextn_predict_layers", 1..=16);
-        let vocab_size = self.count("text_config.vocab_size", 1..=1 << 24);
+        let lengths = if self.problems.is_empty() { layers + drafts..=layers + drafts } else { 0..=usize::MAX };
+        let vocab_size = self.bound("text_config.vocab_size", 1..=1 << 24);
         let rope_scaling = RopeScaling {
             factor: self.number("text_config.rope_scaling.factor", 1.0, 1e6),
             beta_fast: self.number("text_config.rope_scaling.beta_fast", 1e-3, 1e6),
@@ -381,7 +382,7 @@ impl Reader<'_> {
             o_groups: self.count("text_config.o_groups", 1..=1024),
             o_lora_rank: self.blocks("text_config.o_lora_rank", 1 << 16),
             sliding_window: self.count("text_config.sliding_window", 1..=4096),
-            compress_ratios: self.list("text_config.compress_ratios", layers + drafts..=layers + drafts, 0..=2),
+            compress_ratios: self.list("text_config.compress_ratios", lengths, 0..=2),
             kv_source_layer_ids: self.ascending("text_config.kv_source_layer_ids", layers),
             index_source_layer_ids: self.ascending("text_config.index_source_layer_ids", layers),
             index_n_heads: self.count("text_config.index_n_heads", 1..=index_score::HEADS_MAX),
@@ -661,6 +662,13 @@ impl Reader<'_> {
                 read
             }
         }
+    }
+
+    /// A count that others are compared with: a bad one is large, so that it leads to no further mistakes.
+    fn bound(&mut self, path: &str, range: RangeInclusive<usize>) -> usize {
+        let (before, most) = (self.problems.len(), *range.end());
+        let count = self.count(path, range);
+        if self.problems.len() > before { most } else { count }
     }
 
     fn count(&mut self, path: &str, range: RangeInclusive<usize>) -> usize {

@@ -48,24 +48,61 @@ pub struct Rules {
     pub vocab_size: u32,
 }
 
-/// Fields that other servers know and this one doesn't offer, with what to do instead.
-const REFUSED: &[(&str, &str)] = &[
-    ("modalities", "only text is written; leave it out or send [\"text\"]"),
-    ("audio", "only text is written; leave it out"),
-    ("web_search_options", "the server searches nothing; offer a tool instead"),
-    ("functions", "use tools"),
-    ("function_call", "use tool_choice"),
-    ("use_beam_search", "beam search is not offered; leave it out"),
-    ("mirostat", "mirostat is not offered; use temperature, top_p, top_k or min_p"),
-    ("structured_outputs", "structured output is not built yet; leave it out"),
-    ("guided_json", "structured output is not built yet; leave it out"),
-    ("guided_regex", "structured output is not built yet; leave it out"),
-    ("guided_choice", "structured output is not built yet; leave it out"),
-    ("guided_grammar", "structured output is not built yet; leave it out"),
-    ("grammar", "structured output is not built yet; leave it out"),
-    ("json_schema", "structured output is not built yet; leave it out"),
-    ("return_progress", "progress of the prompt is not reported yet; leave it out"),
-    ("prompt_logprobs", "use echo and logprobs of /v1/completions"),
+/// Values of a refused field that say the same as leaving it out.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Neutral {
+    /// `null`, `false`, 0, and what is empty.
+    Empty,
+    /// As [`Neutral::Empty`], or 1.
+    One,
+    /// As [`Neutral::Empty`], or a number below 0.
+    Negative,
+    /// `null` alone.
+    Nothing,
+}
+
+const STRUCTURED: &str = "structured output is not built yet; leave it out";
+const OTHER_SAMPLER: &str = "this sampler is not offered; use temperature, top_p, top_k or min_p";
+
+/// Fields that other servers know and this one doesn't offer, with what to do instead. Whatever would change the reply stands
+/// here: to ignore it would answer another question.
+const REFUSED: &[(&str, Neutral, &str)] = &[
+    ("modalities", Neutral::Empty, "only text is written; leave it out or send [\"text\"]"),
+    ("audio", Neutral::Empty, "only text is written; leave it out"),
+    ("web_search_options", Neutral::Empty, "the server searches nothing; offer a tool instead"),
+    ("functions", Neutral::Empty, "use tools"),
+    ("function_call", Neutral::Empty, "use tool_choice"),
+    ("use_beam_search", Neutral::Empty, "beam search is not offered; leave it out"),
+    ("length_penalty", Neutral::One, "beam search is not offered; leave it out"),
+    ("mirostat", Neutral::Empty, "mirostat is not offered; use temperature, top_p, top_k or min_p"),
+    ("typical_p", Neutral::One, OTHER_SAMPLER),
+    ("tfs_z", Neutral::One, OTHER_SAMPLER),
+    ("top_a", Neutral::Empty, OTHER_SAMPLER),
+    ("top_n_sigma", Neutral::Negative, OTHER_SAMPLER),
+    ("xtc_probability", Neutral::Empty, OTHER_SAMPLER),
+    ("dry_multiplier", Neutral::Empty, OTHER_SAMPLER),
+    ("dynatemp_range", Neutral::Empty, OTHER_SAMPLER),
+    ("logits_processors", Neutral::Empty, OTHER_SAMPLER),
+    ("custom_logit_processor", Neutral::Empty, OTHER_SAMPLER),
+    ("repeat_penalty", Neutral::One, "use repetition_penalty"),
+    ("bad_words", Neutral::Empty, "use logit_bias with -100 for their tokens"),
+    ("allowed_token_ids", Neutral::Empty, "use logit_bias"),
+    ("n_predict", Neutral::Negative, "use max_tokens"),
+    ("max_new_tokens", Neutral::Nothing, "use max_tokens"),
+    ("truncate_prompt_tokens", Neutral::Negative, "prompts are never cut; send a shorter one"),
+    ("lora_path", Neutral::Empty, "one model is served; leave it out"),
+    ("thinking_budget_tokens", Neutral::Negative, "use thinking_budget"),
+    ("structured_outputs", Neutral::Empty, STRUCTURED),
+    ("guided_json", Neutral::Empty, STRUCTURED),
+    ("guided_regex", Neutral::Empty, STRUCTURED),
+    ("guided_choice", Neutral::Empty, STRUCTURED),
+    ("guided_grammar", Neutral::Empty, STRUCTURED),
+    ("grammar", Neutral::Empty, STRUCTURED),
+    ("json_schema", Neutral::Empty, STRUCTURED),
+    ("regex", Neutral::Empty, STRUCTURED),
+    ("ebnf", Neutral::Empty, STRUCTURED),
+    ("return_progress", Neutral::Empty, "progress of the prompt is not reported yet; leave it out"),
+    ("prompt_logprobs", Neutral::Empty, "use echo and logprobs of /v1/completions"),
 ];
 
 /// Reads the fields.
@@ -154,9 +191,9 @@ fn token_limits(fields: &Fields<'_>) -> Result<(Option<u32>, u32), BodyError> {
 }
 
 fn refuse_unsupported(fields: &Fields<'_>) -> Result<(), BodyError> {
-    for &(key, advice) in REFUSED {
+    for &(key, neutral, advice) in REFUSED {
         let Some(field) = fields.get(key) else { continue };
-        if !is_harmless(key, field.value()) {
+        if !is_neutral(key, neutral, field.value()) {
             return Err(field.error(Code::UnsupportedParameter, format!("{key} is not supported: {advice}")));
         }
     }
@@ -175,14 +212,19 @@ fn refuse_unsupported(fields: &Fields<'_>) -> Result<(), BodyError> {
     Ok(())
 }
 
-/// Values that say the same as leaving the field out.
-fn is_harmless(key: &str, value: &Value) -> bool {
-    match value {
-        Value::Null | Value::Bool(false) => true,
-        Value::Bool(true) | Value::Object(_) => false,
-        Value::Number(text) => text.parse() == Ok(0.0),
-        Value::String(text) => text.is_empty() || (key == "function_call" && text == "none"),
-        Value::Array(items) => {
+/// Whether a value says the same as leaving the field out.
+fn is_neutral(key: &str, neutral: Neutral, value: &Value) -> bool {
+    match (value, neutral) {
+        (Value::Null, _) => true,
+        (_, Neutral::Nothing) | (Value::Bool(true) | Value::Object(_), _) => false,
+        (Value::Bool(false), _) => true,
+        (Value::Number(text), neutral) => text.parse::<f64>().is_ok_and(|number| match neutral {
+            Neutral::Empty | Neutral::Nothing => number == 0.0,
+            Neutral::One => number == 0.0 || number == 1.0,
+            Neutral::Negative => number <= 0.0,
+        }),
+        (Value::String(text), _) => text.is_empty() || (key == "function_call" && text == "none"),
+        (Value::Array(items), _) => {
             items.is_empty() || (key == "modalities" && items.iter().all(|item| *item == Value::String("text".into())))
         }
     }
@@ -325,6 +367,14 @@ mod tests {
             (r#"{"guided_json": {}}"#, "unsupported_parameter", "guided_json"),
             (r#"{"suffix": "x"}"#, "unsupported_parameter", "suffix"),
             (r#"{"skip_special_tokens": false}"#, "unsupported_parameter", "skip_special_tokens"),
+            (r#"{"bad_words": ["x"]}"#, "unsupported_parameter", "bad_words"),
+            (r#"{"allowed_token_ids": [1]}"#, "unsupported_parameter", "allowed_token_ids"),
+            (r#"{"typical_p": 0.5}"#, "unsupported_parameter", "typical_p"),
+            (r#"{"repeat_penalty": 1.1}"#, "unsupported_parameter", "repeat_penalty"),
+            (r#"{"n_predict": 5}"#, "unsupported_parameter", "n_predict"),
+            (r#"{"max_new_tokens": 5}"#, "unsupported_parameter", "max_new_tokens"),
+            (r#"{"truncate_prompt_tokens": 5}"#, "unsupported_parameter", "truncate_prompt_tokens"),
+            (r#"{"web_search_options": {}}"#, "unsupported_parameter", "web_search_options"),
         ];
         for (body, code, param) in cases {
             assert_eq!(read(body), Err((code, Some(param.to_string()))), "{body}");
@@ -372,7 +422,10 @@ mod tests {
         let plain = read("{}");
         let same = read(
             r#"{"temperature": null, "stop": null, "n": null, "suffix": "", "modalities": ["text"], "functions": null,
-                "use_beam_search": false, "mirostat": 0, "top_k": -1, "nobody_knows": {"a": 1}, "priority": 3}"#,
+                "use_beam_search": false, "mirostat": 0, "top_k": -1, "nobody_knows": {"a": 1}, "priority": 3,
+                "n_predict": -1, "typical_p": 1.0, "repeat_penalty": 1, "length_penalty": 1.0,
+                "bad_words": [], "xtc_probability": 0, "structured_outputs": null,
+                "truncate_prompt_tokens": -1}"#,
         );
         assert_eq!(same, plain);
         assert!(plain.is_ok_and(|generation| generation.draft && generation.choice_count == 1));

@@ -50,7 +50,7 @@ pub struct ChatBody {
 /// # Errors
 /// The first mistake, with the path of its field.
 pub fn chat_body(body: &Fields<'_>, defaults: Defaults) -> Result<ChatBody, BodyError> {
-    refuse_legacy(body)?;
+    refuse_others(body)?;
     let mut messages = read_messages(&body.required("messages")?, defaults.images)?;
     let tools = body.get("tools").map(|field| read_tools(&field)).transpose()?.unwrap_or_default();
     let tool_choice =
@@ -118,13 +118,21 @@ fn text(fields: &Fields<'_>, key: &str) -> Result<Option<String>, BodyError> {
     fields.get(key).map(|field| field.string().map(str::to_owned)).transpose()
 }
 
-fn refuse_legacy(body: &Fields<'_>) -> Result<(), BodyError> {
-    for (key, instead) in [("functions", "tools"), ("function_call", "tool_choice")] {
+/// Fields that decide the prompt elsewhere. To ignore one would answer another question.
+fn refuse_others(body: &Fields<'_>) -> Result<(), BodyError> {
+    const OWN_ENCODING: &str = "the encoding is the release's own, put everything into messages";
+    const SWITCH: &str = "use thinking, like {\"type\": \"disabled\"}, or chat_template_kwargs";
+    for (key, instead) in [
+        ("functions", "use tools"),
+        ("function_call", "use tool_choice"),
+        ("chat_template", OWN_ENCODING),
+        ("documents", OWN_ENCODING),
+        ("enable_thinking", SWITCH),
+    ] {
         if let Some(field) = body.get(key)
-            && !is_blank(field.value())
+            && (instead == SWITCH || !is_blank(field.value()))
         {
-            let message = format!("{key} is not supported: use {instead}");
-            return Err(field.error(Code::UnsupportedParameter, message));
+            return Err(field.error(Code::UnsupportedParameter, format!("{key} is not supported: {instead}")));
         }
     }
     Ok(())
@@ -134,7 +142,7 @@ fn is_blank(value: &Value) -> bool {
     match value {
         Value::Null | Value::Bool(false) => true,
         Value::Array(items) => items.is_empty(),
-        Value::String(text) => text == "none" || text == "auto",
+        Value::String(text) => text.is_empty() || text == "none" || text == "auto",
         Value::Bool(true) | Value::Number(_) | Value::Object(_) => false,
     }
 }

@@ -226,6 +226,14 @@ fn every_engram_constant_is_needed() {
 }
 
 #[test]
+fn one_mistake_is_not_followed_by_others_that_are_none() {
+    for (field, value) in [("vocab_size", Value::from("x")), ("num_hidden_layers", Value::Null)] {
+        let error = edited(|config| config["text_config"][field] = value).unwrap_err();
+        assert_eq!(error.problems.len(), 1, "{error}");
+    }
+}
+
+#[test]
 fn all_mistakes_are_reported_at_once() {
     let error = edited(|config| {
         config["text_config"]["hidden_size"] = 1.into();
