@@ -6,6 +6,7 @@ use std::collections::BTreeMap;
 use std::fmt;
 
 use tf_model::deepseek_v41::engram_rows::EngramPlace;
+use tf_text::chat::openai::{EFFORTS, parse_effort};
 
 use crate::options::{
     Alias, Answer, Command, DefaultValue, Environment, Form, Kind, OPTIONS, OptionSpec, PASTED, PREFIX, Pasted,
@@ -575,9 +576,9 @@ pub fn parse_value(kind: Kind, text: &str) -> Result<Value, String> {
                 .and_then(|value| within(value, 0, most))
                 .ok_or_else(|| format!("on, off, or a number of drafts up to {most}")),
         },
-        Kind::Effort => match tf_text::chat::openai::parse_effort(text) {
+        Kind::Effort => match parse_effort(text) {
             Some(_) => Ok(Value::Text(text.to_owned())),
-            None => Err("none, minimal, low, medium, high, xhigh, max, ultra, or a number from 1 to 100".to_owned()),
+            None => Err(EFFORTS.replace('"', "")),
         },
         Kind::EngramPlace => match engram_place(text) {
             Some(_) => Ok(Value::Text(text.to_owned())),

@@ -2,13 +2,10 @@
 
 use tf_contract::{Backend, Options};
 
-use crate::arguments::{Arguments, Mistakes};
+use crate::arguments::Arguments;
 use crate::failure::Failure;
 
 pub fn run(arguments: &Arguments) -> Result<(), Failure> {
-    if let Some(word) = arguments.positionals.first() {
-        return Err(Mistakes(vec![format!("{word:?} is one argument too many")]).into());
-    }
     let options = Options {
         program: "tensorfold contract",
         backend: match arguments.text("backend") {

@@ -27,11 +27,7 @@ struct Case {
 
 pub fn run(arguments: &Arguments, checked: &Checked) -> Result<Record, Failure> {
     let (source, text) = match arguments.text("dataset") {
-        Some(file) => {
-            let text = std::fs::read_to_string(file)
-                .map_err(|error| Failure::run_time(format!("--dataset {file} can't be read: {error}")))?;
-            (file, text)
-        }
+        Some(file) => (file, crate::output::read("dataset", file)?),
         None => ("the demo checkpoint's eval.jsonl", demo::EVALUATION.to_owned()),
     };
     let cases = text

@@ -48,10 +48,7 @@ struct Drafts {
 
 pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failure> {
     crate::logs::start(arguments);
-    let (located, rest) = load::located(arguments, environment, false)?;
-    if let Some(word) = rest.first() {
-        return Err(Mistakes(vec![format!("{word:?} is one argument too many")]).into());
-    }
+    let (located, _) = load::located(arguments, environment, false)?;
     let positions = positions(arguments)?;
     let chunk = chunk(arguments)?;
     let checked = load::checked(&located, arguments)?;

@@ -33,15 +33,12 @@ pub fn run(subcommand: &str, arguments: &Arguments, located: &Located) -> Result
             return Ok(record);
         }
         let words = serve_words(arguments, job.requests_at_once());
-        let serving = match arguments::parse(&words, &Environment::default())? {
-            arguments::Request::Run(serving) => serving,
-            _ => return Err(Failure::run_time("the server's own arguments can't be read")),
-        };
+        let serving = serving(&words)?;
         let checked = load::checked(located, &serving)?;
         let settings = job.settings(arguments);
         let extra: Vec<(&str, String)> = settings.iter().map(|(name, value)| (name.as_str(), value.clone())).collect();
         let mut record = record(&format!("bench {subcommand}"), &checked, &checked.loading.options, &extra);
-        let local = Local::start(*serving, checked).await?;
+        let local = Local::start(serving, checked).await?;
         let client = Client::new(&local.url).map_err(|error| Failure::run_time(error.to_string()))?;
         let measured = job.run(&client, &mut record).await;
         local.stop().await?;
@@ -71,6 +68,17 @@ pub fn serve_words(arguments: &Arguments, at_once: usize) -> Vec<String> {
         words.push(format!("--parallel={at_once}"));
     }
     words
+}
+
+/// The arguments of a `serve` with these words.
+///
+/// # Errors
+/// Their mistakes.
+pub fn serving(words: &[String]) -> Result<Arguments, Failure> {
+    match arguments::parse(words, &Environment::default())? {
+        arguments::Request::Run(serving) => Ok(*serving),
+        _ => Err(Failure::run_time("the server's own arguments can't be read")),
+    }
 }
 
 /// The head of a record of a server that runs elsewhere.

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use rustyline::error::ReadlineError;
 use serde_json::{Value as Json, json};
 use tf_server::generate::token_sha;
-use tf_text::chat::openai::{Defaults, parse_effort};
+use tf_text::chat::openai::{Defaults, EFFORTS, parse_effort};
 use tf_text::chat::{Message, Part, Request, ResponseFormat, Thinking, ToolCall, ToolChoice};
 use tf_text::reply::{Delta, FinishReason};
 
@@ -25,7 +25,7 @@ const HELP: &str = "\
 /clear              forgets the conversation
 /system TEXT        sets the system message
 /think, /nothink    reasoning on or off
-/effort LEVEL       low, high, max, or 1 to 100
+/effort LEVEL       none, low, high, max and others, or 1 to 100
 /set NAME VALUE     temperature, top_p, top_k, min_p, seed, max_tokens
 /save FILE          writes the conversation as JSON
 /load FILE          reads one back
@@ -229,7 +229,7 @@ impl Chat {
             "effort" => match parse_effort(rest) {
                 Some(Some(effort)) => (self.thinking.effort, self.thinking.thinking) = (effort, true),
                 Some(None) => self.thinking.thinking = false,
-                None => return Err(format!("/effort {rest}: none, low, medium, high, xhigh, max, or 1 to 100")),
+                None => return Err(format!("/effort {rest}: expected {EFFORTS}")),
             },
             "set" => self.set(rest)?,
             "save" => self.save(rest)?,

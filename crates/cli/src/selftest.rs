@@ -24,10 +24,7 @@ const NOT_APPLICABLE: &[(&str, &str, &str)] = &[("L6", "ranks", "one device: the
 
 pub fn run(arguments: &Arguments, environment: &Environment) -> Result<(), Failure> {
     crate::logs::start(arguments);
-    let (located, rest) = load::located(arguments, environment, false)?;
-    if let Some(word) = rest.first() {
-        return Err(Mistakes(vec![format!("{word:?} is one argument too many")]).into());
-    }
+    let (located, _) = load::located(arguments, environment, false)?;
     let wanted = wanted(arguments)?;
     let checked = load::checked(&located, arguments)?;
     let options = checked.loading.options.clone();

@@ -9,12 +9,12 @@ use tf_model::deepseek_v41::memory::MemoryPlan;
 use tf_model::deepseek_v41::pages::PAGE_POSITIONS;
 use tokio::signal::unix::{SignalKind, signal};
 
-use crate::arguments::{self, Arguments, Mistakes};
+use crate::arguments::{Arguments, Mistakes};
 use crate::bench::record;
 use crate::failure::Failure;
 use crate::load;
 use crate::locate::{Located, Place};
-use crate::measure::{SEED, serve_words};
+use crate::measure::{SEED, serve_words, serving};
 use crate::options::Environment;
 
 /// The share of the working set that kept prefixes get.
@@ -101,14 +101,6 @@ async fn interrupted() {
         return std::future::pending().await;
     };
     tokio::select! { _ = terminate.recv() => {}, _ = interrupt.recv() => {} }
-}
-
-/// The arguments of a `serve` with these words.
-fn serving(words: &[String]) -> Result<Arguments, Failure> {
-    match arguments::parse(words, &Environment::default())? {
-        arguments::Request::Run(serving) => Ok(*serving),
-        _ => Err(Failure::run_time("the server's own arguments can't be read")),
-    }
 }
 
 /// Bytes that hold every conversation at once: half-grown on average, with a few states each.

@@ -54,11 +54,13 @@ impl ApiError {
         ApiError { status, kind, code, param: None, message: message.into(), retry_after: None, allow: None }
     }
 
+    /// A field of the body that can't be as it is, by its path.
     pub fn invalid(code: &'static str, param: impl Into<String>, message: impl Into<String>) -> Self {
         let error = ApiError::new(StatusCode::BAD_REQUEST, INVALID, code, message);
         ApiError { param: Some(param.into()), ..error }
     }
 
+    /// A body that is no JSON.
     pub fn invalid_json(message: impl Into<String>) -> Self {
         ApiError::new(StatusCode::BAD_REQUEST, INVALID, "invalid_json", message)
     }
@@ -101,11 +103,13 @@ impl ApiError {
         ApiError::invalid("context_length_exceeded", what, message)
     }
 
+    /// No key, or none of the server's.
     pub fn invalid_key() -> Self {
         let message = "The API key is missing or wrong. Send one of the server's keys as `Authorization: Bearer KEY`.";
         ApiError::new(StatusCode::UNAUTHORIZED, INVALID, "invalid_api_key", message)
     }
 
+    /// A name under which the server may not be called.
     pub fn host_not_allowed(host: &str) -> Self {
         let message = format!(
             "The host {host:?} is not one of this server's names. Add it with --allowed-hosts if requests shall come \
@@ -114,6 +118,7 @@ impl ApiError {
         ApiError::new(StatusCode::FORBIDDEN, "permission_error", "host_not_allowed", message)
     }
 
+    /// A name that none of `served` is.
     pub fn model_not_found(model: &str, served: &[String]) -> Self {
         let message = format!(
             "The model {model:?} is not served here; {} is. Start the server with --name or --any-model to accept \
@@ -124,22 +129,26 @@ impl ApiError {
         ApiError { param: Some("model".to_string()), ..error }
     }
 
+    /// A path that means nothing.
     pub fn unknown_route(path: &str) -> Self {
         let message =
             format!("There is no route {path:?}. GET /v1/models and POST /v1/chat/completions are two of them.");
         ApiError::new(StatusCode::NOT_FOUND, INVALID, "unknown_route", message)
     }
 
+    /// A path that other servers have.
     pub fn unsupported_route(reason: &str) -> Self {
         ApiError::new(StatusCode::NOT_FOUND, INVALID, "unsupported_route", reason)
     }
 
+    /// A method that the path doesn't have; `allow` lists those that it has.
     pub fn method_not_allowed(method: &str, path: &str, allow: &'static str) -> Self {
         let message = format!("{path} takes {allow}, not {method}.");
         let error = ApiError::new(StatusCode::METHOD_NOT_ALLOWED, INVALID, "method_not_allowed", message);
         ApiError { allow: Some(allow), ..error }
     }
 
+    /// A body beyond its limit.
     pub fn too_large(limit_bytes: usize) -> Self {
         let message = format!(
             "The body is larger than {limit_bytes} bytes. Shorten it, or start the server with a larger --max-body."
@@ -169,12 +178,14 @@ impl ApiError {
         ApiError::new(StatusCode::UNSUPPORTED_MEDIA_TYPE, INVALID, "unsupported_media_type", message)
     }
 
+    /// The weights are still being read.
     pub fn loading() -> Self {
         let message = "The model is still being loaded. Send the request again in a moment; GET /ready says when.";
         let error = ApiError::new(StatusCode::SERVICE_UNAVAILABLE, SERVER, "model_loading", message);
         ApiError { retry_after: Some(Duration::from_secs(5)), ..error }
     }
 
+    /// The server is about to end.
     pub fn draining() -> Self {
         let message = "The server is shutting down and takes no new requests. Send the request again in a moment.";
         let error = ApiError::new(StatusCode::SERVICE_UNAVAILABLE, SERVER, "draining", message);

@@ -17,7 +17,8 @@ pub fn report(server: &Server) -> Value {
         "queue_timeout_seconds": limits.queue_timeout.as_secs_f64(),
         "decode_gap_seconds": limits.decode_gap.map(|gap| gap.as_secs_f64()),
         "drafts": limits.draft.max, "prefix_cache_bytes": limits.prefix_cache_bytes,
-        "snapshot_every": limits.snapshot_every, "vocab_size": model.vocab_size
+        "snapshot_every": limits.snapshot_every, "vocab_size": model.vocab_size,
+        "body_bytes": config.max_body_bytes, "choices": config.choices_max
     });
     report
 }

@@ -143,7 +143,10 @@ fn mistakes_are_named() {
         ("serve --port 1 --port 2", "--port is given twice"),
         ("serve --context 1 -c 2", "--context and -c are the same option"),
         ("serve --any-model=yes", "this flag takes no value"),
-        ("serve --reasoning-effort huge", "expected none, minimal, low, medium, high, xhigh, max, ultra, or a number"),
+        (
+            "serve --reasoning-effort huge",
+            "expected none, minimal, low, medium, high, xhigh, max, ultra or an integer from 1 to 100",
+        ),
         ("serve --backend tpu", "--backend tpu: expected auto or cpu"),
         ("serve --device 0", "--device 0 has no effect on the cpu backend"),
         ("serve --engram disc", "--engram disc: expected mmap, ram, disk, or disk with the size of its cache"),
