@@ -11,15 +11,15 @@ use crate::record::{Format, Record, Row, show, table};
 pub enum CompareError {
     #[error("{path} can't be read: {cause}")]
     Read { path: PathBuf, cause: std::io::Error },
-    #[error("{path} is no record of bench: {cause}. Write one with --output")]
-    NoRecord { path: PathBuf, cause: serde_json::Error },
+    #[error("{path} is no record of bench. Write one with --output")]
+    NoRecord { path: PathBuf, source: serde_json::Error },
     #[error("{one} and {other} have no figure in common: they are of {one_command:?} and {other_command:?}")]
     NothingInCommon { one: PathBuf, other: PathBuf, one_command: String, other_command: String },
 }
 
 fn read(path: &Path) -> Result<Record, CompareError> {
     let text = std::fs::read(path).map_err(|cause| CompareError::Read { path: path.to_owned(), cause })?;
-    serde_json::from_slice(&text).map_err(|cause| CompareError::NoRecord { path: path.to_owned(), cause })
+    serde_json::from_slice(&text).map_err(|source| CompareError::NoRecord { path: path.to_owned(), source })
 }
 
 /// Reads two records and prints them side by side.

@@ -442,10 +442,10 @@ pub fn checkpoint_sampling(checkpoint: &GenerationConfig) -> SamplingDefaults {
 /// Reasoning of requests that don't say.
 pub fn chat(arguments: &Arguments) -> Defaults {
     let mut defaults = Defaults::default();
-    if arguments.is_given("thinking") {
+    if is_given(arguments, "thinking") {
         defaults.thinking = arguments.is_on("thinking");
     }
-    match arguments.text("reasoning-effort").and_then(parse_effort) {
+    match flag_text(arguments, "reasoning-effort").and_then(parse_effort) {
         Some(Some(effort)) => defaults.effort = effort,
         Some(None) => defaults.thinking = false,
         None => {}

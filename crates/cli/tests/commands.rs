@@ -415,3 +415,17 @@ fn damaged_json_files_are_told_in_plain_words() {
         }
     }
 }
+
+/// Reported as: `logits --request` panics in a build with assertions.
+#[test]
+fn logits_of_a_request_are_those_of_its_prompt() {
+    let body = std::env::temp_dir().join(format!("tensorfold-cli-{}-request.json", std::process::id()));
+    let body = body.to_str().unwrap();
+    std::fs::write(body, r#"{"messages": [{"role": "user", "content": "hi"}]}"#).unwrap();
+    let rendered = run(&["render", "tiny-dsv41", body], &[]);
+    let of_request = run(&["logits", "--request", body], &[]);
+    let of_prompt = run(&["logits", "--prompt", stdout(&rendered)], &[]);
+    std::fs::remove_file(body).unwrap();
+    assert_eq!((code(&rendered), code(&of_request)), (0, 0), "{}", stderr(&of_request));
+    assert_eq!(stdout(&of_request), stdout(&of_prompt));
+}
