@@ -31,6 +31,9 @@ pub(crate) const CASES: &[Case] = &[
     Case { name: "padded columns", rows: 7, sizes: &[("columns", 84), ("outputs", 5)] },
     Case { name: "long", rows: 4, sizes: &[("columns", 4096), ("outputs", 64)] },
     Case { name: "three chunks", rows: 40, sizes: &[("columns", 1344), ("outputs", 40)] },
+    // More chunks than a cluster has blocks: few rows in slabs, more in tiles, one chunk after the other.
+    Case { name: "nine chunks", rows: 24, sizes: &[("columns", 5184), ("outputs", 33)] },
+    Case { name: "nine chunks in tiles", rows: 70, sizes: &[("columns", 5184), ("outputs", 40)] },
     Case { name: "smallest scale", rows: 3, sizes: &[("columns", 96), ("outputs", 33), ("smallest scale", 1)] },
 ];
 
@@ -73,7 +76,7 @@ pub(crate) const CUDA_THIRD_TILE: Control = Control::cuda(
 pub(crate) const CUDA_TILE_STEPS: Control = Control::cuda(
     "multiplies with the inputs of another step in tiles (CUDA)",
     Gate::Value,
-    include_str!("../shared/tile.cuh"),
+    include_str!("../shared/flow.cuh"),
     "low[m] + 4 * k, descriptor + 2 * k",
     "low[m] + 4 * k, descriptor + 2 * (k ^ 1)",
 );

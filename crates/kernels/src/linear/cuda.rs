@@ -5,8 +5,7 @@
 //! [`tf_numerics::fma16::chunked_dot`] over the columns, bf16 inputs and bf16 weights.
 
 use super::gpu::quantise_where_asked;
-use super::tiles::{KERNELS as TILE_KERNELS, tile_kernel};
-use super::{Finish, split};
+use super::{Finish, flow, split};
 use tf_device::gpu::{Binding, GpuLimits, GpuQueue, Launch, Program, ShapeBytes, Tuning, bytes_of};
 use tf_device::{Buffer, LaunchError};
 
@@ -21,7 +20,7 @@ const WARPS_MAX: usize = 16;
 const CLUSTER_MAX: usize = 8;
 /// Shared memory that kernels declare, beside what a launch asks for.
 const STATIC_SHARED: usize = 1024;
-/// Rows from which on the kernels of `tile.cuh` are quicker than tiles of 32 rows, where there are such kernels.
+/// Rows from which on the kernels of `flow.cuh` are quicker than tiles of 32 rows, where there are such kernels.
 const TILED_ROWS_MIN: usize = 65;
 /// Threads of a tile's block.
 pub(crate) const TILE_THREADS: usize = 384;
@@ -140,8 +139,8 @@ impl Chip {
 
     /// Whether there is room for kernels that take tiles.
     fn has_tiles(self) -> bool {
-        // With room for the narrow kernel of bf16 every format and the experts have one that fits.
-        self.warpgroups && self.shared_bytes >= TILE_KERNELS[TILE_KERNELS.len() - 1].shared_bytes()
+        // The experts' kernels want less.
+        self.warpgroups && flow::fit(self)
     }
 }
 
@@ -422,16 +421,27 @@ impl Figures {
         let operator = split::Operator::new(format, columns, groups, chunk, slabs);
         if rows <= split::DIRECT_ROWS {
             let direct = rows <= DIRECT_ROWS_MAX || split::beats_slabs(&operator, rows) || self.hides_rounding();
-            return (false, whole && direct);
+            return if self.tiles_beat_slabs(&operator) { (true, false) } else { (false, whole && direct) };
         }
         let cost = |as_rows| split::choose(&operator, rows, as_rows, chip).map_or(f64::INFINITY, |choice| choice.cost);
-        let tiles = tile_kernel(&operator, rows, chip).map_or(f64::INFINITY, |(_, cost)| cost).min(cost(false));
+        let tiles = flow::quickest(&operator, rows, chip).map_or(f64::INFINITY, |(_, cost)| cost).min(cost(false));
         let as_they_are = whole && cost(true) < tiles + split::ROUNDING_COST;
         (!as_they_are, as_they_are)
     }
 }
 
 impl Figures {
+    /// Whether tiles are quicker for up to [`split::DIRECT_ROWS`] rows: large FP8 weights with few columns, more than 16 rows.
+    fn tiles_beat_slabs(&self, operator: &split::Operator) -> bool {
+        let Figures { format, columns, slabs, rows, chip, .. } = *self;
+        if format != Format::Fp8 || rows <= 16 || split::beats_slabs(operator, rows) {
+            return false;
+        }
+        // What the kernels of `slab.cuh` take, as measured: microseconds on one H200.
+        let by_slabs = 8.0 + (slabs * SLAB * columns) as f64 / 3.4e6;
+        flow::quickest(operator, rows, chip).is_ok_and(|(_, cost)| cost + split::ROUNDING_COST < by_slabs)
+    }
+
     /// Whether a block of `slab.cuh` streams FP8 weights for about as long as it takes to read its inputs as float32.
     fn hides_rounding(&self) -> bool {
         let Figures { format, columns, groups, chunk, slabs, rows, chip } = *self;
@@ -580,15 +590,12 @@ impl Common<'_> {
         slice: &Slice,
     ) -> Result<(), LaunchError> {
         let operator = self.operator(slabs, slice);
-        let tile = tile_kernel(&operator, self.rows, self.chip);
+        let tile = flow::quickest(&operator, self.rows, self.chip);
         let split = split::choose(&operator, self.rows, false, self.chip);
-        if let Some(choice) = split.filter(|choice| tile.is_none_or(|(_, cost)| choice.cost < cost)) {
+        if let Some(choice) = split.filter(|choice| tile.as_ref().map_or(true, |(_, cost)| choice.cost < *cost)) {
             return self.launch_split(queue, products, slabs, slice, &choice);
         }
-        let Some((kernel, _)) = tile else {
-            let least = TILE_KERNELS[TILE_KERNELS.len() - 1].shared_bytes();
-            return LaunchError::check_limit("a tile's shared memory", least, self.chip.shared_bytes);
-        };
+        let (kernel, _) = tile?;
         let shape = self.tile_shape(products, slabs, slice, kernel.rows);
         let x_at = self.tiles_at(slice);
         let mut bindings = self.weight_bindings(products, slice, 0, Binding::ReadAt(self.buffer, x_at));
@@ -598,7 +605,7 @@ impl Common<'_> {
                 entry: kernel.name,
                 bindings: &mut bindings,
                 shape: shape.bytes(),
-                groups: kernel.blocks(self.rows, operator.groups, operator.group_slabs) as u32,
+                groups: kernel.blocks(&operator, self.rows, self.chip.units) as u32,
                 threads: TILE_THREADS as u32,
                 shared_bytes: kernel.shared_bytes() as u32,
             },
@@ -835,11 +842,8 @@ mod tests {
     }
 
     #[test]
-    fn every_tile_kernel_fits_the_chip_that_has_it() {
+    fn tiles_are_for_many_rows_on_chips_with_room() {
         let hopper = chips()[2];
-        for kernel in &TILE_KERNELS {
-            assert!(kernel.shared_bytes() <= hopper.shared_bytes, "{}: {}", kernel.name, kernel.shared_bytes());
-        }
         assert!(!chips()[0].tiles(4096) && hopper.tiles(TILED_ROWS_MIN) && !hopper.tiles(TILED_ROWS_MIN - 1));
         assert!(!chips()[3].tiles(4096));
     }

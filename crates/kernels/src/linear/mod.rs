@@ -3,9 +3,9 @@
 pub(crate) mod contract;
 pub(crate) mod cpu;
 pub mod cuda;
+mod flow;
 pub(crate) mod gpu;
 mod split;
-mod tiles;
 
 /// What happens to a finished float32 sum before it is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -43,9 +43,6 @@ pub(super) struct Kernel {
     slabs: usize,
     pub rows: usize,
     pub threads: usize,
-    /// Whether a block computes one chunk only, or parks the sums of the chunks before.
-    single: bool,
-    parked: bool,
     /// Whether blocks give each other their sums, in a room beside the rings.
     gives: bool,
     /// Stages of inputs and of weights in shared memory.
@@ -56,7 +53,7 @@ pub(super) struct Kernel {
     cost: Cost,
 }
 
-static KERNELS: [Kernel; 15] = {
+static KERNELS: [Kernel; 13] = {
     const fn kernel(
         name: &'static str,
         [slabs, rows, threads]: [usize; 3],
@@ -65,20 +62,7 @@ static KERNELS: [Kernel; 15] = {
     ) -> Kernel {
         let ([slots, depth, most], [stage, load, block]) = (room, cost);
         let (format, cost) = (Format::Fp8, Cost { stage, load, block });
-        Kernel {
-            name,
-            format,
-            slabs,
-            rows,
-            threads,
-            single: true,
-            parked: false,
-            gives: false,
-            slots,
-            depth,
-            most,
-            cost,
-        }
+        Kernel { name, format, slabs, rows, threads, gives: false, slots, depth, most, cost }
     }
     const fn bf16(kernel: Kernel) -> Kernel {
         Kernel { format: Format::Bf16, ..kernel }
@@ -86,18 +70,14 @@ static KERNELS: [Kernel; 15] = {
     const fn gives(kernel: Kernel) -> Kernel {
         Kernel { gives: true, ..kernel }
     }
-    let whole_64 = kernel("linear_fp8_whole_256_64", [16, 64, 384], [8, 8, 1], [0.62, 0.0, 8.0]);
-    let whole_128 = kernel("linear_fp8_whole_192_128", [12, 128, 416], [5, 4, 1], [0.72, 0.0, 5.5]);
     [
         gives(kernel("linear_fp8_split_64_32", [4, 32, 256], [8, 8, 2], [0.15, 0.13, 6.1])),
         gives(kernel("linear_fp8_split_192_32", [12, 32, 512], [10, 10, 1], [0.1, 0.42, 5.9])),
         kernel("linear_fp8_split_64_64", [4, 64, 160], [5, 7, 3], [0.3, 0.12, 4.0]),
         gives(kernel("linear_fp8_split_128_64", [8, 64, 288], [9, 8, 1], [0.25, 0.16, 4.0])),
         kernel("linear_fp8_split_192_64", [12, 64, 416], [9, 8, 1], [0.5, 0.0, 5.4]),
-        Kernel { single: false, ..whole_64 },
         kernel("linear_fp8_split_64_128", [4, 128, 160], [5, 7, 2], [0.2, 0.35, 3.6]),
         kernel("linear_fp8_split_192_128", [12, 128, 416], [7, 8, 1], [0.775, 0.0, 5.5]),
-        Kernel { single: false, parked: true, ..whole_128 },
         bf16(gives(kernel("linear_bf16_split_64_32", [4, 32, 256], [8, 8, 2], [0.02, 0.45, 5.0]))),
         bf16(gives(kernel("linear_bf16_split_128_32", [8, 32, 384], [8, 8, 1], [0.05, 0.34, 6.2]))),
         bf16(kernel("linear_bf16_split_64_64", [4, 64, 160], [8, 10, 1], [0.15, 0.0, 4.5])),
@@ -153,9 +133,8 @@ impl Kernel {
     pub fn shared_bytes(&self) -> usize {
         // A part is as many sums as there are parts, so one may be larger.
         let given = if self.gives { self.sums_bytes() + (PARTS_MAX - 1) * 512 } else { 0 };
-        let parked = if self.parked { self.sums_bytes() } else { 0 };
         let stage_bytes = self.slabs * if self.format == Format::Fp8 { 1024 } else { 2048 };
-        tile_shared_bytes(self.rows, self.slots, self.depth * stage_bytes) + parked + given
+        tile_shared_bytes(self.rows, self.slots, self.depth * stage_bytes) + given
     }
 
     /// Of a tile's float32 sums.
@@ -163,18 +142,15 @@ impl Kernel {
         self.slabs * 16 * self.rows * 4
     }
 
-    /// How it would run with chunks side by side or one after the other, where it can.
-    fn choice(&'static self, operator: &Operator, rows: usize, chip: Chip, split: bool) -> Option<Choice> {
-        let chunks = operator.stages.div_ceil(operator.chunk_stages);
-        let parts = if split { chunks } else { 1 };
-        let possible =
-            if split { self.single && (2..=PARTS_MAX).contains(&chunks) } else { chunks == 1 || !self.single };
-        if !possible || self.format != operator.format || self.shared_bytes() > chip.shared_bytes {
+    /// How it would run, where it can.
+    fn choice(&'static self, operator: &Operator, rows: usize, chip: Chip) -> Option<Choice> {
+        let parts = operator.stages.div_ceil(operator.chunk_stages);
+        if parts > PARTS_MAX || self.format != operator.format || self.shared_bytes() > chip.shared_bytes {
             return None;
         }
         let tiles = operator.groups * operator.group_slabs.div_ceil(self.slabs) * rows.div_ceil(self.rows);
         let blocks = tiles * parts;
-        let stages = if split { operator.chunk_stages } else { operator.stages };
+        let stages = operator.chunk_stages.min(operator.stages);
         // A large cluster finds no room in what other clusters leave of its part of the chip.
         let units = if parts > PARTS_MAX / 2 { chip.units * 17 / 20 } else { chip.units };
         let cost = self.cost.of(blocks, stages, (units * self.most).max(parts), chip.units);
@@ -203,8 +179,8 @@ pub(super) fn choose(operator: &Operator, rows: usize, rows_as_they_are: bool, c
         return None;
     }
     let kernels = KERNELS.iter().filter(|kernel| kernel.takes_rows() == rows_as_they_are);
-    let ways = kernels.flat_map(|kernel| [true, false].map(|split| kernel.choice(operator, rows, chip, split)));
-    ways.flatten().min_by(|a, b| a.cost.total_cmp(&b.cost))
+    let ways = kernels.filter_map(|kernel| kernel.choice(operator, rows, chip));
+    ways.min_by(|a, b| a.cost.total_cmp(&b.cost))
 }
 
 const _: () = assert!(DIRECT_ROWS.is_multiple_of(ATOM) && STAGE == 64);
@@ -226,12 +202,11 @@ mod tests {
         for kernel in &KERNELS {
             let (slabs, rows) = (kernel.slabs * 16, kernel.rows);
             assert!(kernel.name.ends_with(&format!("_{slabs}_{rows}")), "{}", kernel.name);
-            assert_eq!(kernel.name.contains("_whole_"), !kernel.single, "{}", kernel.name);
             // A multiprocessor keeps a kilobyte of each block for itself.
             let room = kernel.most * (kernel.shared_bytes() + 1024);
             assert!(room <= 228 << 10, "{}: {room} bytes for {} blocks", kernel.name, kernel.most);
             // The sums of a tile lie where the rings were.
-            assert!(!kernel.single || kernel.sums_bytes() + 1024 <= kernel.shared_bytes(), "{}", kernel.name);
+            assert!(kernel.gives || kernel.sums_bytes() + 1024 <= kernel.shared_bytes(), "{}", kernel.name);
         }
     }
 
@@ -255,10 +230,7 @@ mod tests {
                 assert_eq!(choice.kernel.takes_rows(), direct, "{rows} rows: {choice:?}");
                 assert!(choice.blocks > 0 && choice.blocks.is_multiple_of(choice.parts), "{rows} rows: {choice:?}");
                 let chunks = operator.stages.div_ceil(operator.chunk_stages);
-                assert!(
-                    choice.parts == chunks || (choice.parts == 1 && !choice.kernel.single),
-                    "{rows} rows: {choice:?}"
-                );
+                assert_eq!(choice.parts, chunks, "{rows} rows: {choice:?}");
             }
         }
     }

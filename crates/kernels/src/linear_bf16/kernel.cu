@@ -4,7 +4,7 @@
 // grid members * chunks blocks of 32 to 512 threads; dynamic shared memory: inputs (slab.cuh)
 // sum  per chunk of columns a chain of k16 tensor-core steps, ascending; chunks left to right in float32; one rounding
 #include "slab.cuh"
-#include "tile.cuh"
+#include "flow.cuh"
 
 struct Bf16 {
     static constexpr int VECTORS = 2;
@@ -26,6 +26,6 @@ LINEAR(linear_bf16_cluster_any, 512, 4, false, CLUSTER)
 LINEAR(linear_bf16_apart_10, 256, 10, true, APART)
 LINEAR(linear_bf16_apart_any, 512, 4, false, APART)
 
-// Many rows, of this family and of the head: tile.cuh. The name ends with the block's weight rows and input rows.
-TILE_LINEAR(linear_bf16_tile_128_128, TileBf16, 1024, 1, 128, false, 5, 6)
-TILE_LINEAR(linear_bf16_tile_128_64, TileBf16, 1024, 1, 64, false, 5, 6)
+// Many rows, of this family and of the head: flow.cuh. The name ends with a tile's weight rows and input rows.
+FLOW_LINEAR(linear_bf16_tile_128_128, TileBf16, 1024, 1, 128, false, 5, 4)
+FLOW_LINEAR(linear_bf16_tile_128_64, TileBf16, 1024, 1, 64, false, 5, 6)

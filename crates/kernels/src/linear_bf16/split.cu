@@ -3,9 +3,9 @@
 #include "split.cuh"
 
 // The name ends with the block's weight rows and input rows.
-SPLIT_LINEAR(linear_bf16_split_64_32, TileBf16, 1024, 4, 1, 32, 8, 8, true, true, false, false, true, 2)
-SPLIT_LINEAR(linear_bf16_split_128_32, TileBf16, 1024, 8, 1, 32, 8, 8, true, true, false, false, true, 1)
-SPLIT_LINEAR(linear_bf16_split_64_64, TileBf16, 1024, 4, 1, 64, 8, 10, false, true, false, false, false, 1)
-SPLIT_LINEAR(linear_bf16_split_128_64, TileBf16, 1024, 8, 1, 64, 8, 7, false, true, false, false, true, 1)
-SPLIT_LINEAR(linear_bf16_split_64_128, TileBf16, 1024, 4, 1, 128, 8, 8, false, true, false, false, false, 1)
-SPLIT_LINEAR(linear_bf16_split_128_128, TileBf16, 1024, 8, 1, 128, 6, 7, false, true, false, false, false, 1)
+SPLIT_LINEAR(linear_bf16_split_64_32, TileBf16, 1024, 4, 32, 8, 8, true, true, 2)
+SPLIT_LINEAR(linear_bf16_split_128_32, TileBf16, 1024, 8, 32, 8, 8, true, true, 1)
+SPLIT_LINEAR(linear_bf16_split_64_64, TileBf16, 1024, 4, 64, 8, 10, false, false, 1)
+SPLIT_LINEAR(linear_bf16_split_128_64, TileBf16, 1024, 8, 64, 8, 7, false, true, 1)
+SPLIT_LINEAR(linear_bf16_split_64_128, TileBf16, 1024, 4, 128, 8, 8, false, false, 1)
+SPLIT_LINEAR(linear_bf16_split_128_128, TileBf16, 1024, 8, 128, 6, 7, false, false, 1)

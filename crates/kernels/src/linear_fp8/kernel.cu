@@ -5,7 +5,7 @@
 // sum  per chunk of columns a chain of k16 tensor-core steps, ascending; chunks left to right in float32; one rounding
 // max  scale codes 3 to 134, so that code times scale is exact in bf16 (checked when packed)
 #include "slab.cuh"
-#include "tile.cuh"
+#include "flow.cuh"
 
 struct Fp8 {
     static constexpr int VECTORS = 1;
@@ -33,7 +33,10 @@ LINEAR(linear_fp8_apart_10, 384, 10, true, APART)
 LINEAR(linear_fp8_apart_8, 512, 8, true, APART)
 LINEAR(linear_fp8_apart_any, 512, 4, false, APART)
 
-// Many rows: tile.cuh. The name ends with the block's weight rows and input rows.
-TILE_LINEAR(linear_fp8_tile_256_128, TileFp8, 512, 2, 128, true, 3, 3)
-TILE_LINEAR(linear_fp8_tile_128_128, TileFp8, 512, 1, 128, false, 5, 8)
-TILE_LINEAR(linear_fp8_tile_128_64, TileFp8, 512, 1, 64, false, 5, 8)
+// Many rows: flow.cuh. The name ends with a tile's weight rows and input rows.
+FLOW_LINEAR(linear_fp8_tile_256_128, TileFp8, 512, 2, 128, true, 3, 3)
+FLOW_LINEAR(linear_fp8_tile_128_176, TileFp8, 512, 1, 176, false, 4, 4)
+FLOW_LINEAR(linear_fp8_tile_128_160, TileFp8, 512, 1, 160, false, 4, 5)
+FLOW_LINEAR(linear_fp8_tile_128_128, TileFp8, 512, 1, 128, false, 5, 8)
+FLOW_LINEAR(linear_fp8_tile_256_64, TileFp8, 512, 2, 64, false, 6, 7)
+FLOW_LINEAR(linear_fp8_tile_256_32, TileFp8, 512, 2, 32, false, 8, 8)

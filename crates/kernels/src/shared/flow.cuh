@@ -8,6 +8,7 @@
 template <class Format_, int MT_, int N_, bool PARK_, int SLOTS_, int DEPTH_>
 struct FlowRoom : TileRoom<Format_, MT_, N_, PARK_, SLOTS_, DEPTH_> {
     static constexpr int GROUP_ROWS = MT_ * 64;  // weight rows of a warpgroup
+    static constexpr int REGISTERS = 224, OTHERS_REGISTERS = 56;
     static constexpr int BARRIERS_AT = TileRoom<Format_, MT_, N_, PARK_, SLOTS_, DEPTH_>::SUMS_AT + 2 * GROUP_ROWS * N_ * 4;
 };
 
@@ -86,11 +87,27 @@ __device__ __forceinline__ void flow_outputs(const char* room, int storer, float
             const float* const sums = (const float*)(room + Room::SUMS_AT) + warpgroup * GROUP_ROWS * Room::N;
             barrier(OUTPUTS_READY + warpgroup, THREADS);
             if (slab < tiles.group_slabs) {
-#pragma unroll 4
-                for (int i = storer * LINES + lane / QUADS; i < rows; i += STORERS / 32 * LINES) {
-                    float4 v = *(const float4*)(sums + i * GROUP_ROWS + (quad * 4 ^ i / 2 % 4 * 8));
-                    if (round) v = make_float4(bf16_round(v.x), bf16_round(v.y), bf16_round(v.z), bf16_round(v.w));
-                    float* const to = out + (size_t)(row + i) * stride;
+                constexpr int STEP = STORERS / 32 * LINES, BATCH = 4;
+                const auto staged = [&](int i) {
+                    const float4 v = *(const float4*)(sums + i * GROUP_ROWS + (quad * 4 ^ i / 2 % 4 * 8));
+                    return round ? make_float4(bf16_round(v.x), bf16_round(v.y), bf16_round(v.z), bf16_round(v.w)) : v;
+                };
+                int i = storer * LINES + lane / QUADS;
+                float* to = out + (size_t)(row + i) * stride;
+                if (whole) {
+                    // Several rows at a time, so that their reads overlap.
+#pragma unroll 1
+                    for (; i + (BATCH - 1) * STEP < rows; i += BATCH * STEP) {
+                        float4 v[BATCH];
+#pragma unroll
+                        for (int j = 0; j < BATCH; j++) v[j] = staged(i + j * STEP);
+#pragma unroll
+                        for (int j = 0; j < BATCH; j++, to += (size_t)STEP * stride) *(float4*)to = v[j];
+                    }
+                }
+#pragma unroll 1
+                for (; i < rows; i += STEP, to += (size_t)STEP * stride) {
+                    const float4 v = staged(i);
                     if (whole) {
                         *(float4*)to = v;
                         continue;
@@ -105,3 +122,236 @@ __device__ __forceinline__ void flow_outputs(const char* room, int storer, float
         }
     }
 }
+
+// The weights of a warp's slabs, stage by stage and on from tile to tile: the ring that its own copies fill, and scale codes, which
+// come a stage before they are needed.
+template <class Room, int BLOCK_BYTES>
+struct FlowWeights {
+    using Format = typename Room::Format;
+    static constexpr int MT = Room::MT;
+    static constexpr bool SCALED = Format::PIECES == 2;
+    const FlowTiles<Room>& tiles;
+    const uint4* const weights0;
+    const uint4* const weights1;
+    const u8* const scales0;
+    const u8* const scales1;
+    const uint4* codes[MT];
+    const u8* scales[MT];
+    u32 next_scales[MT];
+    typename Format::Raw raw[MT];
+    u32 low[MT][8];
+    int stages, copy_tile, copy_stage, take_tile, take_stage;
+    Ring<Room::DEPTH> ring;
+
+    __device__ __forceinline__ OwnSlab own(int tile, int m) const {
+        const int slab = tiles.first_slab(tile) + threadIdx.x / 32 * MT + m;
+        return tiles.own(tiles.group(tile), min(slab, tiles.group_slabs - 1));
+    }
+    __device__ __forceinline__ void place_codes() {
+#pragma unroll
+        for (int m = 0; m < MT; m++) {
+            const OwnSlab slab = own(copy_tile, m);
+            codes[m] = (slab.second ? weights1 : weights0) + (size_t)slab.index * tiles.shape.blocks * (BLOCK_BYTES / 16) + threadIdx.x % 32;
+        }
+    }
+    __device__ __forceinline__ void place_scales() {
+        if constexpr (SCALED) {
+#pragma unroll
+            for (int m = 0; m < MT; m++) {
+                const OwnSlab slab = own(take_tile, m);
+                scales[m] = (slab.second ? scales1 : scales0) + (size_t)(slab.index / 2) * tiles.shape.scale_stride;
+            }
+        }
+    }
+    __device__ __forceinline__ void load_scales() {
+        if constexpr (SCALED) {
+#pragma unroll
+            for (int m = 0; m < MT; m++) next_scales[m] = __ldg((const u16*)(scales[m] + take_stage * 2));
+        }
+    }
+    __device__ __forceinline__ void copy(char* room, int slot) {
+        if (copy_tile < tiles.count) {
+#pragma unroll
+            for (int m = 0; m < MT; m++) {
+                typename Format::Source from;
+                from.codes = codes[m];
+                copy_weights<Room>(room, slot, m, from, copy_stage, tiles.shape.blocks);
+            }
+            if (++copy_stage == stages) {
+                copy_stage = 0, copy_tile += gridDim.x;
+                if (copy_tile < tiles.count) place_codes();
+            }
+        }
+        end_copy_group();
+    }
+    // Into the slot of the stage before, which is taken.
+    __device__ __forceinline__ void copy_ahead(char* room) {
+        copy(room, ring.slot == 0 ? Room::DEPTH - 1 : ring.slot - 1);
+        ring.next();
+    }
+    // The next stage; its first half is decoded at once.
+    __device__ __forceinline__ void take(char* room) {
+        wait_for_copy_groups<Room::DEPTH - 2>();
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int m = 0; m < MT; m++) {
+            const char* const at = weights_place<Room>(room, ring.slot, m) + lane * 16;
+#pragma unroll
+            for (int i = 0; i < Format::PIECES; i++) raw[m].v[i] = *(const uint4*)(at + i * 512);
+            if constexpr (SCALED) raw[m].scales = next_scales[m];
+        }
+        if (++take_stage == stages) {
+            take_stage = 0, take_tile += gridDim.x;
+            if (take_tile < tiles.count) place_scales();
+        }
+        load_scales();
+#pragma unroll
+        for (int m = 0; m < MT; m++) Format::template decode<0>(raw[m], low[m]);
+    }
+    __device__ __forceinline__ void start(char* room) {
+        stages = (tiles.shape.blocks + 1) / 2;
+        copy_tile = take_tile = blockIdx.x, copy_stage = take_stage = 0;
+        place_codes();
+        place_scales();
+        for (int slot = 0; slot < Room::DEPTH - 1; slot++) copy(room, slot);
+        load_scales();
+        take(room);
+    }
+};
+
+// A warpgroup that computes.
+template <class Room, int BLOCK_BYTES>
+__device__ __forceinline__ void flow_products(char* room, const FlowTiles<Room>& tiles, FlowWeights<Room, BLOCK_BYTES>& weights) {
+#if HAS_WGMMA
+    using Format = typename Room::Format;
+    constexpr int MT = Room::MT, N = Room::N, SUMS = N / 2, GROUP_ROWS = Room::GROUP_ROWS, THREADS = STORERS + 128;
+    constexpr bool PARK = Room::PARK;
+    // Whether the next products are on their way before the last ones are awaited.
+    constexpr bool EAGER = N >= 128;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warpgroup = warp / 4;
+    const int stages = weights.stages, chunk_stages = tiles.shape.chunk_stages;
+    const u32 base = (u32)__cvta_generic_to_shared(room), barriers = base + Room::BARRIERS_AT;
+    float* const sums = (float*)(room + Room::SUMS_AT) + warpgroup * GROUP_ROWS * N;
+    float4* const parked = (float4*)sums + threadIdx.x % 128;
+    Ring<Room::SLOTS> inputs;
+    int held = 0;
+    u32 high[MT][8];
+    float acc[MT][SUMS], total[PARK ? 1 : MT][PARK ? 1 : SUMS];
+    const auto release = [&](int slot) {
+        if (threadIdx.x % 128 == 0) arrive_at(barriers + 8 * (Room::SLOTS + slot));
+    };
+    for (int tile = blockIdx.x; tile < tiles.count; tile += gridDim.x) {
+        for (int first = 0; first < stages; first += chunk_stages) {
+            const int end = min(first + chunk_stages, stages);
+#pragma unroll 1
+            for (int stage = first; stage < end; stage++) {
+                wait_at(barriers + 8 * inputs.slot, inputs.parity);
+                const u64 descriptor = tile_descriptor(base + inputs.slot * Room::STAGE);
+                wgmma_fence();
+#pragma unroll
+                for (int k = 0; k < 2; k++)
+#pragma unroll
+                    for (int m = 0; m < MT; m++)
+                        Wgmma<N>::step(acc[m], weights.low[m] + 4 * k, descriptor + 2 * k, k > 0 || stage > first);
+                wgmma_commit();
+                if constexpr (EAGER) {
+                    wgmma_wait<1>();
+                    if (stage > first) release(held);
+                    held = inputs.slot;
+                }
+                // The second half is decoded while the first is multiplied.
+#pragma unroll
+                for (int m = 0; m < MT; m++) Format::template decode<1>(weights.raw[m], high[m]);
+                weights.copy_ahead(room);
+                wgmma_fence();
+#pragma unroll
+                for (int k = 2; k < 4; k++)
+#pragma unroll
+                    for (int m = 0; m < MT; m++) Wgmma<N>::step(acc[m], high[m] + 4 * (k - 2), descriptor + 2 * k, 1);
+                wgmma_commit();
+                // The next stage's first half is decoded while the second is multiplied.
+                wgmma_wait<1>();
+                weights.take(room);
+                if constexpr (!EAGER) {
+                    wgmma_wait<0>();
+                    release(inputs.slot);
+                }
+                inputs.next();
+            }
+            if constexpr (EAGER) {
+                wgmma_wait<0>();
+                release(held);
+            }
+            const bool last = end == stages;
+            // The outputs of the tile before have left the room.
+            if (PARK ? first == 0 : last) barrier(OUTPUTS_GONE + warpgroup, THREADS);
+            // Chunks are added left to right.
+#pragma unroll
+            for (int m = 0; m < MT; m++) {
+                if constexpr (PARK) {
+#pragma unroll
+                    for (int i = 0; i < SUMS / 4; i++) {
+                        float4* const at = parked + (m * (SUMS / 4) + i) * 128;
+                        if (first > 0) {
+                            const float4 v = *at;
+                            acc[m][4 * i] = v.x + acc[m][4 * i], acc[m][4 * i + 1] = v.y + acc[m][4 * i + 1];
+                            acc[m][4 * i + 2] = v.z + acc[m][4 * i + 2], acc[m][4 * i + 3] = v.w + acc[m][4 * i + 3];
+                        }
+                        if (!last) *at = make_float4(acc[m][4 * i], acc[m][4 * i + 1], acc[m][4 * i + 2], acc[m][4 * i + 3]);
+                    }
+                } else {
+#pragma unroll
+                    for (int i = 0; i < SUMS; i++) total[m][i] = first > 0 ? total[m][i] + acc[m][i] : acc[m][i];
+                }
+            }
+        }
+        // All of the warpgroup have read what they parked.
+        if constexpr (PARK) barrier(TOGETHER_HERE + warpgroup, 128);
+        float* const to = sums + 2 * (lane % 4) * GROUP_ROWS;
+#pragma unroll
+        for (int m = 0; m < MT; m++)
+#pragma unroll
+            for (int i = 0; i < SUMS; i++) {
+                const int row = (warp % 4 * MT + m) * 16 + i / 2 % 2 * 8 + lane / 4;
+                to[(i / 4 * 8 + i % 2) * GROUP_ROWS + (row ^ lane % 4 * 8)] = PARK ? acc[m][i] : total[m][i];
+            }
+        arrive_at_barrier(OUTPUTS_READY + warpgroup, THREADS);
+    }
+    // What the storers arrived at last.
+    barrier(OUTPUTS_GONE + warpgroup, THREADS);
+#endif
+}
+
+// Tiles in turn, rows first: tile t has rows of t % row_tiles, and slabs of t / row_tiles, none of two groups.
+template <class Room, int BLOCK_BYTES>
+__device__ __forceinline__ void flow_linear(const uint4* weights0, const u8* scales0, const char* x, float* out0,
+                                            const uint4* weights1, const u8* scales1, float* out1, const TileShape& shape) {
+    extern __shared__ __align__(128) char shared_bytes[];
+#if HAS_WGMMA
+    char* const room = tile_room(shared_bytes);
+    const int warp = threadIdx.x / 32;
+    const FlowTiles<Room> tiles(shape);
+    start_tiles<Room>(room);
+    let_next_start();
+    if (warp >= Room::WARPS) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Room::OTHERS_REGISTERS));
+        // All of them: who starts behind this launch relies on its end for what this launch waits for.
+        wait_for_inputs();
+        if (warp == Room::WARPS) flow_inputs<Room>(room, x, tiles);
+        else flow_outputs<Room>(room, warp - Room::WARPS - 1, out0, out1, tiles);
+        return;
+    }
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Room::REGISTERS));
+    FlowWeights<Room, BLOCK_BYTES> weights = {tiles, weights0, weights1, scales0, scales1};
+    weights.start(room);
+    wait_for_inputs();
+    flow_products<Room, BLOCK_BYTES>(room, tiles, weights);
+#endif
+}
+
+#define FLOW_LINEAR(name, format, block_bytes, mt, n, park, slots, depth) \
+    extern "C" __global__ void __launch_bounds__(TILE_THREADS, 1) \
+        name(const uint4* weights0, const u8* scales0, const char* x, float* out0, const uint4* weights1, const u8* scales1, \
+             float* out1, TileShape shape) { \
+        flow_linear<FlowRoom<format, mt, n, park, slots, depth>, block_bytes>(weights0, scales0, x, out0, weights1, scales1, out1, shape); \
+    }

@@ -1,5 +1,5 @@
-// Products of nine and more rows, chunks side by side: a block has 64 to 256 weight rows, N input rows and one chunk of columns, or
-// all of them one after the other; the blocks of a cluster hold the chunks of one tile. Chains, folds and layouts are those of
+// Products of nine and more rows, chunks side by side: a block has 64 to 192 weight rows, N input rows and one chunk of columns;
+// the blocks of a cluster hold the chunks of one tile. Chains, folds and layouts are those of
 // tile.cuh, so bits are equal: only who computes what differs. A stage of weights is decoded whole while the one before is
 // multiplied.
 #pragma once
@@ -85,18 +85,17 @@ struct Weights {
     }
 };
 
-// The stages [begin, end), `weights` at `begin`. `finish(m, sums)` as in tile.cuh.
+// The stages [begin, end) of a chunk, `weights` at `begin`. `finish(m, sums)` as in tile.cuh.
 template <class Room, class Weights, class Finish>
 __device__ __forceinline__ void split_stages(char* room, Ring<Room::SLOTS>& inputs, Weights& weights, int begin, int end,
                                              int chunk_stages, u32 (&even)[Room::MT][16], const Finish& finish) {
 #if HAS_WGMMA
     constexpr int MT = Room::MT, SUMS = Room::N / 2;
-    constexpr bool PARK = Room::PARK, KEEP = !PARK && !Room::SINGLE;
-    float4* const parked = (float4*)(room + Room::SUMS_AT) + threadIdx.x;
     const u32 base = (u32)__cvta_generic_to_shared(room), barriers = base + Room::BARRIERS_AT;
-    float acc[MT][SUMS], total[KEEP ? MT : 1][KEEP ? SUMS : 1];
+    float acc[MT][SUMS];
     u32 odd[MT][16];
-    int chunk_begin = begin, chunk_end = Room::SINGLE ? end : min(begin + chunk_stages, end), held = 0;
+    // The bounds move on behind the chunk's last stage, though none follows: the compiler keeps to its registers then.
+    int chunk_begin = begin, chunk_end = end, held = 0;
     const auto release = [&] {
         if (threadIdx.x % 128 == 0) arrive_at(barriers + 8 * (Room::SLOTS + held));
     };
@@ -118,25 +117,6 @@ __device__ __forceinline__ void split_stages(char* room, Ring<Room::SLOTS>& inpu
         if (stage + 1 < chunk_end) return;
         wgmma_wait<0>();
         release();
-        // Chunks are added left to right.
-#pragma unroll
-        for (int m = 0; m < MT; m++) {
-            if constexpr (PARK) {
-#pragma unroll
-                for (int i = 0; i < SUMS / 4; i++) {
-                    float4* const at = parked + (m * (SUMS / 4) + i) * Room::WARPS * 32;
-                    if (chunk_begin > begin) {
-                        const float4 v = *at;
-                        acc[m][4 * i] = v.x + acc[m][4 * i], acc[m][4 * i + 1] = v.y + acc[m][4 * i + 1];
-                        acc[m][4 * i + 2] = v.z + acc[m][4 * i + 2], acc[m][4 * i + 3] = v.w + acc[m][4 * i + 3];
-                    }
-                    if (chunk_end < end) *at = make_float4(acc[m][4 * i], acc[m][4 * i + 1], acc[m][4 * i + 2], acc[m][4 * i + 3]);
-                }
-            } else if constexpr (KEEP) {
-#pragma unroll
-                for (int i = 0; i < SUMS; i++) total[m][i] = chunk_begin > begin ? total[m][i] + acc[m][i] : acc[m][i];
-            }
-        }
         chunk_begin = chunk_end, chunk_end = min(chunk_end + chunk_stages, end);
     };
 #pragma unroll 1
@@ -145,10 +125,7 @@ __device__ __forceinline__ void split_stages(char* room, Ring<Room::SLOTS>& inpu
         if (stage + 1 < end) step(odd, even, stage + 1);
     }
 #pragma unroll
-    for (int m = 0; m < MT; m++) {
-        if constexpr (KEEP) finish(m, total[m]);
-        else finish(m, acc[m]);
-    }
+    for (int m = 0; m < MT; m++) finish(m, acc[m]);
 #endif
 }
 
@@ -208,7 +185,7 @@ __device__ __forceinline__ void stage_rows(char* room, const void* x, const Spli
 // Cluster c: rows of tile c % row_tiles, and slabs of tile c / row_tiles, none of two groups; its block of rank r has chunk r.
 // ROWS: inputs are rows, up to 32 of them, else tiles. PUSH: there is room for the sums beside the rings, so blocks give each other
 // their parts and need not wait before they leave. Weights and outputs as in slab.cuh.
-template <class Room, int BLOCK_BYTES, bool ROWS, bool GIVE, bool PUSH, int PIECES_AHEAD>
+template <class Room, int BLOCK_BYTES, bool ROWS, bool PUSH, int PIECES_AHEAD>
 __device__ __forceinline__ void split_linear(const uint4* weights0, const u8* scales0, const char* x, float* out0,
                                              const uint4* weights1, const u8* scales1, float* out1, const SplitShape& split) {
     extern __shared__ __align__(128) char shared_bytes[];
@@ -236,10 +213,9 @@ __device__ __forceinline__ void split_linear(const uint4* weights0, const u8* sc
     asm volatile("fence.proxy.async;" ::: "memory");
 #endif
     __syncthreads();
-    if (PUSH && split.parts > 1) arrive_in_cluster();
+    if (PUSH) arrive_in_cluster();
     let_next_start();
     if (warp >= WARPS) {
-        if constexpr (GIVE) give_registers<Room>();
         wait_for_inputs();
         if constexpr (ROWS) {
             const size_t at = (size_t)row0 * split.x_stride + (size_t)group * split.columns;
@@ -253,7 +229,6 @@ __device__ __forceinline__ void split_linear(const uint4* weights0, const u8* sc
         }
         return;
     }
-    if constexpr (GIVE) take_registers<Room>();
     Weights<Room, BLOCK_BYTES> weights;
 #pragma unroll
     for (int m = 0; m < MT; m++) {
@@ -286,7 +261,7 @@ __device__ __forceinline__ void split_linear(const uint4* weights0, const u8* sc
     };
     float4* const sums = (float4*)(room + (PUSH ? Room::BARRIERS_AT + Room::SLOTS * 16 : 0));
     split_stages<Room>(room, inputs, weights, begin, end, shape.chunk_stages, even, [&](int m, const float (&sum)[N / 2]) {
-        if (split.parts > 1 && m == 0) {
+        if (m == 0) {
             // The others are there; else the rings are used up when every warp is here, and their room takes the chunk's sums.
             if constexpr (PUSH) wait_for_cluster();
             else barrier(1, WARPS * 32);
@@ -295,12 +270,10 @@ __device__ __forceinline__ void split_linear(const uint4* weights0, const u8* sc
         for (int quad = 0; quad < QUADS; quad++) {
             const float4 v = make_float4(sum[4 * quad], sum[4 * quad + 1], sum[4 * quad + 2], sum[4 * quad + 3]);
             const int item = (m * QUADS + quad) * WARPS + warp, parts = split.parts;
-            if (parts > 1 && PUSH) store_in_cluster(sums + (item / parts * parts + rank) * 32 + lane, item % parts, v);
-            else if (parts > 1) sums[item * 32 + lane] = v;
-            else store(m * WARPS + warp, quad, v);
+            if constexpr (PUSH) store_in_cluster(sums + (item / parts * parts + rank) * 32 + lane, item % parts, v);
+            else sums[item * 32 + lane] = v;
         }
     });
-    if (split.parts == 1) return;
     arrive_in_cluster();
     wait_for_cluster();
     // Every block adds its part of the tile, left to right over the chunks, wherever they lie.
@@ -327,14 +300,14 @@ __device__ __forceinline__ void split_linear(const uint4* weights0, const u8* sc
     }
 }
 
-// Warps that compute, and a warpgroup or a warp for the inputs. A warpgroup that only fetches gives its registers.
-constexpr int split_threads(int warps, bool rows, bool give) { return warps * 32 + (rows || give ? 128 : 32); }
+// Warps that compute, and a warpgroup or a warp for the inputs.
+constexpr int split_threads(int warps, bool rows) { return warps * 32 + (rows ? 128 : 32); }
 
 // `most` blocks run on one multiprocessor.
-#define SPLIT_LINEAR(name, format, block_bytes, warps, mt, n, slots, depth, rows, single, park, give, push, most) \
-    extern "C" __global__ void __launch_bounds__(split_threads(warps, rows, give), most) \
+#define SPLIT_LINEAR(name, format, block_bytes, warps, n, slots, depth, rows, push, most) \
+    extern "C" __global__ void __launch_bounds__(split_threads(warps, rows), most) \
         name(const uint4* weights0, const u8* scales0, const char* x, float* out0, const uint4* weights1, const u8* scales1, \
              float* out1, SplitShape shape) { \
-        split_linear<TileRoom<format, mt, n, park, slots, depth, warps, single>, block_bytes, rows, give, push, most == 1 ? 5 : 3>( \
+        split_linear<TileRoom<format, 1, n, false, slots, depth, warps>, block_bytes, rows, push, most == 1 ? 5 : 3>( \
             weights0, scales0, x, out0, weights1, scales1, out1, shape); \
     }

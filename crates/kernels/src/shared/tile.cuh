@@ -93,6 +93,59 @@ struct Wgmma<128> {
     }
 };
 
+template <>
+struct Wgmma<160> {
+    static __device__ __forceinline__ void step(float (&d)[80], const u32* a, u64 b, int keep) {
+        asm volatile(
+            "{\n.reg .pred keep;\nsetp.ne.b32 keep, %85, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n160k16.f32.bf16.bf16 {"
+            "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,"
+            "%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,"
+            "%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,"
+            "%78,%79"
+            "}, {%80,%81,%82,%83}, %84, keep, 1, 1, 0;\n}\n"
+            :
+              "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+              "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+              "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+              "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+              "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+              "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+              "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
+              "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
+              "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));
+    }
+};
+
+template <>
+struct Wgmma<176> {
+    static __device__ __forceinline__ void step(float (&d)[88], const u32* a, u64 b, int keep) {
+        asm volatile(
+            "{\n.reg .pred keep;\nsetp.ne.b32 keep, %93, 0;\n"
+            "wgmma.mma_async.sync.aligned.m64n176k16.f32.bf16.bf16 {"
+            "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,"
+            "%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,"
+            "%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,"
+            "%78,%79,%80,%81,%82,%83,%84,%85,%86,%87"
+            "}, {%88,%89,%90,%91}, %92, keep, 1, 1, 0;\n}\n"
+            :
+              "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+              "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+              "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+              "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+              "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+              "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+              "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
+              "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
+              "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),
+              "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));
+    }
+};
+
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int PENDING>
@@ -203,12 +256,12 @@ struct TileFp4 {
 };
 
 // Shared memory of a tile, from the first kilobyte boundary on: SLOTS stages of inputs, DEPTH stages of the warps' weights,
-// parked sums, barriers. WARPS compute. SINGLE: a tile is one chunk (split.cuh), so there are no sums of chunks before.
-template <class Format_, int MT_, int N_, bool PARK_, int SLOTS_, int DEPTH_, int WARPS_ = 8, bool SINGLE_ = false>
+// parked sums, barriers. WARPS compute.
+template <class Format_, int MT_, int N_, bool PARK_, int SLOTS_, int DEPTH_, int WARPS_ = 8>
 struct TileRoom {
     using Format = Format_;
     static constexpr int MT = MT_, N = N_, SLOTS = SLOTS_, DEPTH = DEPTH_, WARPS = WARPS_;
-    static constexpr bool PARK = PARK_, SINGLE = SINGLE_;
+    static constexpr bool PARK = PARK_;
     static constexpr int STAGE = N * 128;
     static constexpr int SLAB = Format::PIECES * 512 + Format::WORDS * 128;
     static constexpr int WEIGHTS_AT = SLOTS * STAGE;
@@ -395,79 +448,3 @@ struct TileShape {
     int begin0, end0, out_stride0, round_to_bf16_0;
     int begin1, end1, out_stride1, round_to_bf16_1;
 };
-
-// Block b: rows of tile b % row_tiles, and slabs of tile b / row_tiles, none of two groups. Weights and outputs as in slab.cuh.
-template <class Room, int BLOCK_BYTES>
-__device__ __forceinline__ void tile_linear(const uint4* weights0, const u8* scales0, const char* x, float* out0,
-                                            const uint4* weights1, const u8* scales1, float* out1, const TileShape& shape) {
-    extern __shared__ __align__(128) char shared_bytes[];
-    constexpr int MT = Room::MT, N = Room::N;
-    char* const room = tile_room(shared_bytes);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int group_slabs = shape.slabs / shape.groups, group_tiles = (group_slabs + MT * 8 - 1) / (MT * 8);
-    const int row0 = blockIdx.x % shape.row_tiles * N, slab_tile = blockIdx.x / shape.row_tiles;
-    const int group = slab_tile / group_tiles, first = slab_tile % group_tiles * (MT * 8) + warp;
-    const int stages = (shape.blocks + 1) / 2;
-    Ring<Room::SLOTS> inputs;
-    Ring<Room::DEPTH> ring;
-    start_tiles<Room>(room);
-    let_next_start();
-    if (warp >= 8) {
-        give_registers<Room>();
-        // All of them: who starts behind this launch relies on its end for what this launch waits for.
-        wait_for_inputs();
-        if (warp > 8) return;
-        const size_t stride = (size_t)shape.atoms * 1024;
-        const u32 bytes = min(N / 8, shape.atoms - row0 / 8) * 1024;
-        x += group * stages * stride + row0 * 128;
-        for (int stage = 0; stage < stages; stage++)
-            fetch_stage<Room>(room, inputs, x + stage * stride, bytes);
-        return;
-    }
-    take_registers<Room>();
-    typename Room::Format::Source source[MT];
-#pragma unroll
-    for (int m = 0; m < MT; m++) {
-        const int slab = group * group_slabs + min(first + m * 8, group_slabs - 1), second = slab >= shape.first_slabs;
-        const int own = second ? slab - shape.first_slabs : slab;
-        source[m].codes = (second ? weights1 : weights0) + (size_t)own * shape.blocks * (BLOCK_BYTES / 16) + lane;
-        source[m].scales = (second ? scales1 : scales0) + (size_t)(own / 2) * shape.scale_stride;
-    }
-    int next = 0;
-    const auto ahead = [&](int slot) {
-        if (next < stages)
-#pragma unroll
-            for (int m = 0; m < MT; m++) copy_weights<Room>(room, slot, m, source[m], next, shape.blocks);
-        next++;
-    };
-    for (int slot = 0; slot < Room::DEPTH - 1; slot++) {
-        ahead(slot);
-        end_copy_group();
-    }
-    Decoded<Room> first_stage;
-    take_weights<Room>(room, ring, first_stage, source, 0);
-    // What is written may still be read by the launch before.
-    wait_for_inputs();
-    tile_product<Room>(room, inputs, ring, first_stage, source, shape.blocks, shape.chunk_stages, ahead, [&](int m, const float (&sum)[N / 2]) {
-        if (first + m * 8 >= group_slabs) return;
-        const int slab = group * group_slabs + first + m * 8, second = slab >= shape.first_slabs;
-        const int row = (second ? slab - shape.first_slabs : slab) * 16 + lane / 4;
-        const int begin = second ? shape.begin1 : shape.begin0, end = second ? shape.end1 : shape.end0;
-        const int out_stride = second ? shape.out_stride1 : shape.out_stride0;
-        const bool round = second ? shape.round_to_bf16_1 : shape.round_to_bf16_0;
-        float* const out = (second ? out1 : out0) - begin;
-#pragma unroll
-        for (int i = 0; i < N / 2; i++) {
-            const int token = row0 + i / 4 * 8 + 2 * (lane % 4) + i % 2, at = row + (i / 2 % 2) * 8;
-            if (token < shape.rows && at >= begin && at < end)
-                out[(size_t)token * out_stride + at] = round ? bf16_round(sum[i]) : sum[i];
-        }
-    });
-}
-
-#define TILE_LINEAR(name, format, block_bytes, mt, n, park, slots, depth) \
-    extern "C" __global__ void __launch_bounds__(TILE_THREADS, 1) \
-        name(const uint4* weights0, const u8* scales0, const char* x, float* out0, const uint4* weights1, const u8* scales1, \
-             float* out1, TileShape shape) { \
-        tile_linear<TileRoom<format, mt, n, park, slots, depth>, block_bytes>(weights0, scales0, x, out0, weights1, scales1, out1, shape); \
-    }
