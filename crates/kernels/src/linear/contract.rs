@@ -32,8 +32,8 @@ pub(crate) const CASES: &[Case] = &[
     Case { name: "long", rows: 4, sizes: &[("columns", 4096), ("outputs", 64)] },
     Case { name: "three chunks", rows: 40, sizes: &[("columns", 1344), ("outputs", 40)] },
     // More chunks than a cluster has blocks: few rows in slabs, more in tiles, one chunk after the other.
-    Case { name: "nine chunks", rows: 24, sizes: &[("columns", 5184), ("outputs", 33)] },
-    Case { name: "nine chunks in tiles", rows: 70, sizes: &[("columns", 5184), ("outputs", 40)] },
+    Case { name: "nine chunks", rows: 18, sizes: &[("columns", 5184), ("outputs", 17)] },
+    Case { name: "nine chunks in tiles", rows: 34, sizes: &[("columns", 5184), ("outputs", 17)] },
     Case { name: "smallest scale", rows: 3, sizes: &[("columns", 96), ("outputs", 33), ("smallest scale", 1)] },
 ];
 

@@ -33,13 +33,13 @@ static KERNELS: [TileKernel; 8] = {
         TileKernel { format: Format::Bf16, ..kernel }
     }
     [
-        kernel("linear_fp8_tile_256_128", [2, 128], [3, 3], [0.87, 3.0, 4.0]),
-        kernel("linear_fp8_tile_128_176", [1, 176], [4, 4], [0.61, 1.9, 4.0]),
-        kernel("linear_fp8_tile_128_160", [1, 160], [4, 5], [0.57, 1.7, 4.0]),
-        kernel("linear_fp8_tile_128_128", [1, 128], [5, 8], [0.53, 1.7, 4.0]),
+        kernel("linear_fp8_tile_256_128", [2, 128], [3, 3], [0.87, 6.0, 4.0]),
+        kernel("linear_fp8_tile_128_176", [1, 176], [4, 4], [0.59, 2.0, 4.0]),
+        kernel("linear_fp8_tile_128_160", [1, 160], [4, 5], [0.56, 1.8, 4.0]),
+        kernel("linear_fp8_tile_128_128", [1, 128], [5, 8], [0.475, 1.8, 4.0]),
         kernel("linear_fp8_tile_256_64", [2, 64], [6, 7], [0.56, 1.5, 7.0]),
         kernel("linear_fp8_tile_256_32", [2, 32], [8, 8], [0.5, 1.2, 5.5]),
-        bf16(kernel("linear_bf16_tile_128_128", [1, 128], [5, 4], [0.4, 1.7, 4.0])),
+        bf16(kernel("linear_bf16_tile_128_128", [1, 128], [5, 4], [0.44, 1.7, 4.0])),
         bf16(kernel("linear_bf16_tile_128_64", [1, 64], [5, 6], [0.3, 1.2, 4.0])),
     ]
 };

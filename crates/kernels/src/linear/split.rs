@@ -71,7 +71,7 @@ static KERNELS: [Kernel; 13] = {
         Kernel { gives: true, ..kernel }
     }
     [
-        gives(kernel("linear_fp8_split_64_32", [4, 32, 256], [8, 8, 2], [0.15, 0.13, 6.1])),
+        gives(kernel("linear_fp8_split_64_32", [4, 32, 256], [8, 8, 2], [0.15, 0.13, 5.4])),
         gives(kernel("linear_fp8_split_192_32", [12, 32, 512], [10, 10, 1], [0.1, 0.42, 5.9])),
         kernel("linear_fp8_split_64_64", [4, 64, 160], [5, 7, 3], [0.3, 0.12, 4.0]),
         gives(kernel("linear_fp8_split_128_64", [8, 64, 288], [9, 8, 1], [0.25, 0.16, 4.0])),
@@ -162,13 +162,7 @@ impl Kernel {
 pub(super) fn beats_slabs(operator: &Operator, rows: usize) -> bool {
     let slabs = operator.groups * operator.group_slabs;
     match operator.format {
-        Format::Fp8 => {
-            if rows > 16 {
-                slabs <= 320
-            } else {
-                slabs <= 128
-            }
-        }
+        Format::Fp8 => rows > 8 && slabs <= if rows > 16 { 320 } else { 256 },
         Format::Bf16 | Format::Head => rows > 8,
     }
 }
@@ -233,6 +227,15 @@ mod tests {
                 assert_eq!(choice.parts, chunks, "{rows} rows: {choice:?}");
             }
         }
+    }
+
+    #[test]
+    fn up_to_eight_rows_go_in_slabs() {
+        for (format, slabs) in [(Format::Fp8, 112), (Format::Fp8, 2048), (Format::Bf16, 24)] {
+            let operator = operator(format, slabs, 5120, 1, 640);
+            assert!((1..=8).all(|rows| !beats_slabs(&operator, rows)), "{format:?} {slabs}");
+        }
+        assert!(beats_slabs(&operator(Format::Fp8, 112, 5120, 1, 640), 9));
     }
 
     #[test]
