@@ -24,7 +24,7 @@ struct Cost {
     launch: f64,
 }
 
-static KERNELS: [TileKernel; 8] = {
+static KERNELS: [TileKernel; 9] = {
     const fn kernel(name: &'static str, tile: [usize; 2], rings: [usize; 2], cost: [f64; 3]) -> TileKernel {
         let ([weights, rows], [slots, depth], [stage, tile, launch]) = (tile, rings, cost);
         TileKernel { name, format: Format::Fp8, weights, rows, slots, depth, cost: Cost { stage, tile, launch } }
@@ -37,6 +37,7 @@ static KERNELS: [TileKernel; 8] = {
         kernel("linear_fp8_tile_128_176", [1, 176], [4, 4], [0.59, 2.0, 4.0]),
         kernel("linear_fp8_tile_128_160", [1, 160], [4, 5], [0.56, 1.8, 4.0]),
         kernel("linear_fp8_tile_128_128", [1, 128], [5, 8], [0.475, 1.8, 4.0]),
+        kernel("linear_fp8_tile_128_64", [1, 64], [8, 12], [0.36, 1.5, 4.0]),
         kernel("linear_fp8_tile_256_64", [2, 64], [6, 7], [0.56, 1.5, 7.0]),
         kernel("linear_fp8_tile_256_32", [2, 32], [8, 8], [0.5, 1.2, 5.5]),
         bf16(kernel("linear_bf16_tile_128_128", [1, 128], [5, 4], [0.44, 1.7, 4.0])),
@@ -127,6 +128,7 @@ mod tests {
         assert_eq!(chosen(80, 5120, 1, 640, 2048), ("linear_fp8_tile_128_160", 130));
         assert_eq!(chosen(320, 8192, 1, 2048, 512), ("linear_fp8_tile_128_176", 120));
         assert_eq!(chosen(2048, 1280, 1, 640, 64), ("linear_fp8_tile_256_64", 128));
+        assert_eq!(chosen(512, 4096, 8, 1024, 128), ("linear_fp8_tile_128_64", 128));
     }
 
     #[test]
