@@ -4,6 +4,8 @@ use crate::rows::{EntryInfo, RowInfo, WindowInfo};
 use tf_device::Buffer;
 use tf_device::gpu::{Binding, Plain, Program, Tuning};
 
+/// The Metal text that every source includes.
+pub const PRELUDE: &str = include_str!("shared/prelude.metal");
 /// The Metal text of the dot products.
 pub const LINEAR: &str = include_str!("shared/linear.metal");
 /// The Metal text of the draw.
@@ -11,7 +13,7 @@ pub const DRAW: &str = include_str!("shared/draw.metal");
 
 /// Texts that the Metal sources include.
 pub const METAL_INCLUDES: &[(&str, &str)] =
-    &[("prelude.metal", include_str!("shared/prelude.metal")), ("linear.metal", LINEAR), ("draw.metal", DRAW)];
+    &[("prelude.metal", PRELUDE), ("linear.metal", LINEAR), ("draw.metal", DRAW)];
 
 /// Threads of a group where a kernel gives every SIMD group an item of its own: any multiple of 32 gives the same bits.
 pub const THREADS: u32 = 256;

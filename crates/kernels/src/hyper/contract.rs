@@ -7,7 +7,7 @@ use super::{
 use crate::contract::*;
 use crate::numerics_policy::Numerics;
 use crate::reference_formats::bf16;
-use crate::rms_norm::contract::norm_spans;
+use crate::rms_norm::contract::{norm_spans, spread, weights_on_edges};
 use crate::rms_norm::reference::rms_norm;
 use reference::{MixConstants, Mixes};
 use tf_device::{Buffer, Device};
@@ -140,8 +140,9 @@ pub const COLLAPSE: Contract = Contract {
     cases: &[
         Case { name: "wide", rows: 128, sizes: &[("hidden", 256)] },
         Case { name: "small", rows: 5, sizes: &[("hidden", 32)] },
+        Case { name: "on the edges of bf16", rows: 16, sizes: &[("hidden", 512), ("edges", 1)] },
     ],
-    make: |case, seed| Box::new(Collapse(make(case, seed))),
+    make: |case, seed| Box::new(Collapse(on_edges(make(case, seed), case))),
     limits: &[],
     controls: &[
         Control::value("collapses with the mix of the next row"),
@@ -151,6 +152,7 @@ pub const COLLAPSE: Contract = Contract {
     edits: &[
         metal("leaves the last stream out (Metal)", "    sum = sum + m3 * x[3u * hidden];\n", ""),
         metal("drops a half of the squares (Metal)", "if (c + 32u < hidden) {", "if (c + 64u < hidden) {"),
+        metal("adds the halves before the lanes (Metal)", "fold_four(even, odd)", "fold_four(even + odd, 0.0f)"),
         cuda("squares a quad from its end (CUDA)", "    sum = fma_own(v.x, v.x, sum);\n", SQUARES_BACKWARDS),
     ],
     standard: STANDARD_CONTROLS,
@@ -242,6 +244,19 @@ fn make(case: &Case, seed: u64) -> Streams {
         scale: vec![0.75, 1.25, 0.875],
         norm: values.bf16(hidden, 2.0),
     }
+}
+
+/// With the norm's weights of [`weights_on_edges`], where the case asks for them.
+fn on_edges(mut streams: Streams, case: &Case) -> Streams {
+    if case.size("edges") == 1 {
+        spread(&mut streams.streams, streams.hidden);
+        let collapsed = |row| {
+            let mix = wide(streams.row(&streams.mix, row, STREAMS));
+            reference::collapse(&streams.streams(row), &mix, Numerics::Release)
+        };
+        streams.norm = weights_on_edges(&(0..case.rows).map(collapsed).collect::<Vec<_>>(), f64::from(NORM_EPS));
+    }
+    streams
 }
 
 /// A sum in index order of products, each known to an interval in its first factor.

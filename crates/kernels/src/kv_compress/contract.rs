@@ -4,7 +4,7 @@ use super::{Args, launch, raw_columns, record_bytes, reference};
 use crate::contract::*;
 use crate::numerics_policy::Numerics;
 use crate::reference_formats::{bf16, e2m1_decode, e4m3_decode};
-use crate::rms_norm::contract::norm_spans;
+use crate::rms_norm::contract::{norm_spans, spread, weights_on_edges};
 use crate::rope::reference::frequencies;
 use crate::rows::{Pages, WindowInfo, completed_entries};
 use std::ops::Range;
@@ -21,6 +21,11 @@ pub const RATIO1: Contract = Contract {
         Case { name: "wide", rows: 128, sizes: &[("head_dim", 128), ("rope_dim", 64), ("ratio", 1)] },
         Case { name: "small", rows: 10, sizes: &[("head_dim", 64), ("rope_dim", 16), ("ratio", 1)] },
         Case { name: "width of the release", rows: 4, sizes: &[("head_dim", 512), ("rope_dim", 64), ("ratio", 1)] },
+        Case {
+            name: "on the edges of bf16",
+            rows: 16,
+            sizes: &[("head_dim", 512), ("rope_dim", 64), ("ratio", 1), ("edges", 1)],
+        },
     ],
     make,
     limits: &[],
@@ -44,6 +49,7 @@ pub const RATIO1: Contract = Contract {
             "for (uint b = 0u; b < blocks; b += 2u)",
             "for (uint b = 0u; b + 2u < blocks; b += 2u)",
         ),
+        metal("adds the halves before the lanes (Metal)", "fold_four(even, odd)", "fold_four(even + odd, 0.0f)"),
     ],
     standard: STANDARD_CONTROLS,
 };
@@ -121,7 +127,8 @@ fn make(case: &Case, seed: u64) -> Box<dyn World> {
     let mut values = Values::new(seed);
     let (head_dim, ratio) = (case.size("head_dim"), case.size("ratio") as u32);
     let row = |row: usize| {
-        let scale = [2.0, 2e-3][row / 2 % 2];
+        // Rows so small that eps matters show nothing of their sums.
+        let scale = if case.size("edges") == 1 { 2.0 } else { [2.0, 2e-3][row / 2 % 2] };
         if ratio == 1 {
             return values.bf16(head_dim, scale);
         }
@@ -130,8 +137,12 @@ fn make(case: &Case, seed: u64) -> Box<dyn World> {
         raw.extend(values.floats(head_dim, if row % 6 < 2 { 300.0 } else { 6.0 }));
         raw
     };
-    let raw = (0..case.rows).flat_map(row).collect();
-    let norm = values.bf16(head_dim, 2.0);
+    let mut raw: Vec<f32> = (0..case.rows).flat_map(row).collect();
+    let mut norm = values.bf16(head_dim, 2.0);
+    if case.size("edges") == 1 {
+        spread(&mut raw, head_dim);
+        norm = weights_on_edges(&raw.chunks(head_dim).map(wide).collect::<Vec<_>>(), f64::from(EPS));
+    }
     Box::new(Compressor { head_dim, ratio, raw, norm, frequencies: frequencies(BASE, case.size("rope_dim"), None) })
 }
 

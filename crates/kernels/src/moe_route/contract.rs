@@ -176,6 +176,13 @@ impl World for Router {
         stage.read(logits);
         stage.read(bias);
         stage.read(bias_image);
+        // Whatever a row holds, the experts read by its picks.
+        let held = chosen.held::<u32>();
+        let is_wrong =
+            |ids: &[u32]| ids.iter().enumerate().any(|(at, id)| *id >= experts as u32 || ids[..at].contains(id));
+        if let Some(place) = (0..picks.len()).find(|place| is_wrong(&held[place * top_k..(place + 1) * top_k])) {
+            return Err(format!("place {place} of {}: its picks are no {top_k} experts of {experts}", picks.len()));
+        }
         stage.rows::<u32>(chosen, top_k);
         stage.rows::<f32>(weights, top_k);
         Ok(())

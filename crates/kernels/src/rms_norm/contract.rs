@@ -17,6 +17,7 @@ pub const RMS_NORM: Contract = Contract {
         Case { name: "odd chunks", rows: 9, sizes: &[("columns", 96)] },
         Case { name: "norm alone, seven chunks", rows: 9, sizes: &[("columns", 112), ("norm alone", 1)] },
         Case { name: "release hidden", rows: 3, sizes: &[("columns", 5120)] },
+        Case { name: "on the edges of bf16", rows: 16, sizes: &[("columns", 512), ("edges", 1)] },
     ],
     make,
     limits: &[Limit { what: "columns, a multiple of 32 when quantised", most: 96, accepts, beyond: 112 }],
@@ -44,6 +45,13 @@ pub const RMS_NORM: Contract = Contract {
             "columns, lane), columns - 1u, shape.eps)",
         ),
         metal("writes a row that there isn't", "    if (row >= shape.rows) return;\n", ""),
+        Control::metal(
+            "folds the accumulators one by one (Metal)",
+            Gate::Value,
+            crate::gpu::PRELUDE,
+            "return fold16(even + odd);",
+            "return fold16(even) + fold16(odd);",
+        ),
     ],
     standard: STANDARD_CONTROLS,
 };
@@ -66,6 +74,28 @@ pub(crate) fn norm_spans(x: &[Span], weight: &[f64], eps: f64) -> Vec<Span> {
     x.iter().zip(weight).map(|(x, weight)| x.times(factor).rounded(1.0).scaled(*weight).rounded(1.0).bf16()).collect()
 }
 
+/// Makes a row's columns so different that a sum of their squares rounds at every step.
+pub(crate) fn spread(rows: &mut [f32], columns: usize) {
+    for row in rows.chunks_mut(columns) {
+        row.iter_mut().enumerate().for_each(|(column, value)| *value *= 0.5f32.powi(column as i32 % 9));
+    }
+}
+
+/// Weights that bring each column of some row to the middle between two bf16 values, as nearly as float32 can: a sum of
+/// squares that is one bit off moves some columns to the other side, which other weights hide. Columns take turns at the rows.
+pub(crate) fn weights_on_edges(rows: &[Vec<f64>], eps: f64) -> Vec<f32> {
+    let columns = rows[0].len();
+    let factor = |row: &[f64]| 1.0 / (row.iter().map(|x| x * x).sum::<f64>() / columns as f64 + eps).sqrt();
+    let factors: Vec<f64> = rows.iter().map(|row| factor(row)).collect();
+    let weight = |column: usize| {
+        let normed = rows[column % rows.len()][column] * factors[column % rows.len()];
+        // Eight bits of a significand, and the bit behind them.
+        let middle = 1.0 + (2 * (column % 64) + 1) as f64 / 256.0;
+        if normed == 0.0 { 1.0 } else { (middle / normed) as f32 }
+    };
+    (0..columns).map(weight).collect()
+}
+
 struct Norm {
     columns: usize,
     quantise: bool,
@@ -77,9 +107,14 @@ fn make(case: &Case, seed: u64) -> Box<dyn World> {
     let mut values = Values::new(seed);
     let columns = case.size("columns");
     // A third of the rows is so small that eps matters.
-    let x = (0..case.rows).flat_map(|row| values.bf16(columns, [2e-3, 1.0, 40.0][row % 3])).collect();
+    let mut x: Vec<f32> = (0..case.rows).flat_map(|row| values.bf16(columns, [2e-3, 1.0, 40.0][row % 3])).collect();
     let quantise = case.size("norm alone") == 0;
-    Box::new(Norm { columns, quantise, x, weight: values.bf16(columns, 2.0) })
+    let mut weight = values.bf16(columns, 2.0);
+    if case.size("edges") == 1 {
+        spread(&mut x, columns);
+        weight = weights_on_edges(&x.chunks(columns).map(wide).collect::<Vec<_>>(), f64::from(EPS));
+    }
+    Box::new(Norm { columns, quantise, x, weight })
 }
 
 impl World for Norm {

@@ -40,6 +40,7 @@ pub struct Cost {
 }
 
 impl Cost {
+    /// The sum of both.
     pub fn plus(self, other: Cost) -> Cost {
         Cost { bytes: self.bytes + other.bytes, operations: self.operations + other.operations }
     }
