@@ -9,7 +9,7 @@
 //      shared_out [rows, hidden] float32     between: working memory
 // grid any number of blocks that are on the device at once; 512 threads; dynamic shared memory: sums, rings, inputs
 // sum  as kernel.cu
-// max  8 rows, 64 pairs, 4 chunks
+// max  8 rows, 32 pairs, 4 chunks
 #include "experts.cuh"
 
 struct FewShape {
@@ -37,13 +37,12 @@ struct FewArgs {
 };
 
 constexpr int FEW_TEAMS = 4, FEW_CHUNKS = 4, FEW_THREADS = FEW_TEAMS * FEW_CHUNKS * 32;
-constexpr int FEW_PAIRS = 64;  // rows * picks at most
+constexpr int FEW_PAIRS = 32;  // rows * picks at most
 // Named barriers; 1 to 4 are the teams'.
-constexpr int PAIR_BARRIER = 5, SORT_BARRIER = 7;
+constexpr int PAIR_BARRIER = 5;
 
 // The pairs in order, and who has which pass: with at most 8 rows an expert's pairs are one pass.
 struct FewLists {
-    u32 keys[FEW_PAIRS], starts[FEW_PAIRS];
     u32 pass_expert[FEW_PAIRS], pass_first[FEW_PAIRS], pass_pairs[FEW_PAIRS];
     u32 pair_row[FEW_PAIRS];
     float pair_weight[FEW_PAIRS];
@@ -352,45 +351,34 @@ __device__ __forceinline__ void few_products(const FewArgs& args, const FewLists
     }
 }
 
-// Sorts the pairs by (expert, row). FEW_PAIRS threads.
+// Sorts the pairs by (expert, row). One warp, a lane a pair; keys differ but for those of picks of no expert.
 __device__ __forceinline__ void few_sort(const FewArgs& args, FewLists& lists) {
-    const int thread = threadIdx.x, picks = args.shape.picks, count = args.shape.rows * picks, row = thread / picks;
-    const u32 id = thread < count ? args.selected[thread] : ~0u;
+    const int picks = args.shape.picks, count = args.shape.rows * picks, lane = threadIdx.x % 32;
+    const u32 id = lane < count ? args.selected[lane] : ~0u;
+    const float weight = lane < count ? args.routing[lane] : 0.0f;
     const bool valid = id < (u32)args.shape.experts;
-    const u32 key = valid ? id * FEW_PAIRS + thread : ~0u;
-    const float weight = valid ? args.routing[thread] : 0.0f;
-    lists.keys[thread] = key;
-    barrier(SORT_BARRIER, FEW_PAIRS);
-    const int some = (count + 3) & ~3;
-    u32 rank = 0, same = 0, same_before = 0, before_in_row = 0;
-#pragma unroll 4
-    for (int i = 0; i < some; i++) {
-        const u32 other = lists.keys[i];
-        const bool mine = other / FEW_PAIRS == id;
-        rank += other < key, same += mine, same_before += mine && other < key;
+    const u32 key = valid ? id * FEW_PAIRS + lane : ~0u;
+    const u32 alike = __match_any_sync(~0u, valid ? id : ~0u);
+    const bool leads = valid && (alike & ((1u << lane) - 1)) == 0;
+    const u32 leaders = __ballot_sync(~0u, leads);
+    const int row = lane / picks;
+    u32 rank = 0, passes_before = 0, before_in_row = 0;
+#pragma unroll 2
+    for (int i = 0; i < count; i++) {
+        const u32 other = __shfl_sync(~0u, key, i);
+        const bool less = other < key;
+        rank += less, passes_before += less && (leaders >> i & 1);
+        before_in_row += (u32)(i - row * picks) < (u32)picks && (less || (other == key && i < lane));
     }
-    if (thread < count)
-        for (int i = row * picks; i < (row + 1) * picks; i++) {
-            const u32 other = lists.keys[i];
-            before_in_row += other < key || (other == key && i < thread);
-        }
-    lists.starts[thread] = valid && same_before == 0 ? key : ~0u;
-    barrier(SORT_BARRIER, FEW_PAIRS);
-    u32 passes = 0, passes_before = 0;
-#pragma unroll 4
-    for (int i = 0; i < some; i++) {
-        const u32 start = lists.starts[i];
-        passes += start != ~0u, passes_before += start < key;
-    }
-    if (thread == 0) lists.passes = passes;
+    if (lane == 0) lists.passes = __popc(leaders);
     if (valid) {
         lists.pair_row[rank] = row, lists.pair_weight[rank] = weight;
-        if (same_before == 0) {
+        if (leads) {
             lists.pass_expert[passes_before] = id;
-            lists.pass_first[passes_before] = rank, lists.pass_pairs[passes_before] = same;
+            lists.pass_first[passes_before] = rank, lists.pass_pairs[passes_before] = __popc(alike);
         }
     }
-    if (blockIdx.x == 0 && thread < count) args.pair_of[row * picks + before_in_row] = valid ? rank : ~0u;
+    if (blockIdx.x == 0 && lane < count) args.pair_of[row * picks + before_in_row] = valid ? rank : ~0u;
 }
 
 // Where eight columns of a row lie among staged inputs: a lane of the tensor core finds its columns of 32 in 16 bytes.
@@ -398,10 +386,11 @@ __device__ __forceinline__ char* few_place(char* staged, int rows, int row, int 
     return staged + ((size_t)(eight / 4) * rows + row) * 64 + (eight & 1) * 32 + (eight >> 1 & 1) * 8;
 }
 
+// All warps but the first, which sorts meanwhile.
 __device__ __forceinline__ void few_stage_up(const FewArgs& args, char* staged) {
     const int eights = args.shape.up_blocks * 8, columns = args.shape.hidden, rows = args.shape.rows;
 #pragma unroll 2
-    for (int i = threadIdx.x; i < rows * eights; i += FEW_THREADS) {
+    for (int i = threadIdx.x - 32; i < rows * eights; i += FEW_THREADS - 32) {
         const int row = i / eights, eight = i % eights;
         float4 low = make_float4(0.0f, 0.0f, 0.0f, 0.0f), high = low;
         // The last block may be half a block: columns beyond are zero.
@@ -420,6 +409,7 @@ __device__ __forceinline__ void few_stage_down(const FewArgs& args, char* staged
     const int eights = args.shape.down_blocks * 8, columns = args.shape.intermediate;
     const int spare_row = args.shape.rows * args.shape.picks;
     // Four neighbouring threads round a block of 32; rows have whole blocks, so the four are active together.
+#pragma unroll 2
     for (int i = threadIdx.x; i < rows * eights; i += FEW_THREADS) {
         const int row = i / eights, eight = i % eights, from = row < pairs ? first_pair + row : spare_row + row - pairs;
         uint4 v = make_uint4(0, 0, 0, 0);
@@ -452,8 +442,8 @@ __device__ __forceinline__ void few(const FewArgs& args) {
     few_scales<true>(args, share, team, chunk, 0, scales);
     wait_for_inputs();
     let_next_start();
-    if (threadIdx.x < FEW_PAIRS) few_sort(args, lists);
-    if (early) few_stage_up(args, staged);
+    if (warp == 0) few_sort(args, lists);
+    else few_stage_up(args, staged);
     __syncthreads();
     share = few_share<true>(shape, lists.passes);
     const FewShare later = few_share<false>(shape, lists.passes);
@@ -463,8 +453,6 @@ __device__ __forceinline__ void few(const FewArgs& args) {
         if (!unit.codes) unit = FewWalk<false>(args, lists, later, team, chunk).here(args, later, team, chunk);
         ring.start<UP_DEPTH>(unit, depth);
     }
-    if (!early) few_stage_up(args, staged);
-    __syncthreads();
     wait_for_copy_groups<UP_DEPTH - 1>();
     ring.take(0);
     if (computes)

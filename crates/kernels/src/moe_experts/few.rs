@@ -10,7 +10,7 @@ static PROGRAM: Program = crate::gpu::program("moe_experts.few", None, true);
 
 /// Rows from which on passes are quicker, and pairs at most: an expert's pairs are one tile of the tensor core.
 const ROWS_MAX: usize = 4;
-const PAIRS_MAX: usize = 64;
+const PAIRS_MAX: usize = 32;
 /// Warps of a block, and the chunks that a team of them may have.
 const WARPS: usize = 16;
 const CHUNKS_MAX: usize = 4;
