@@ -23,6 +23,12 @@ pub const MOE_EXPERTS: Contract = Contract {
             rows: 128,
             sizes: &[("hidden", 128), ("intermediate", 64), ("experts", 12), ("picks", 3), ("limit", 3)],
         },
+        // Whole pieces of columns, and pairs enough for the kernels of many rows.
+        Case {
+            name: "whole pieces",
+            rows: 66,
+            sizes: &[("hidden", 256), ("intermediate", 256), ("experts", 3), ("picks", 1), ("limit", 3)],
+        },
         Case {
             name: "odd shapes",
             rows: 11,
@@ -82,6 +88,22 @@ pub const MOE_EXPERTS: Contract = Contract {
             "takes the pairs' activations for the shared expert's, in one launch (CUDA)",
             "spare_row + row - pairs",
             "row - pairs",
+        ),
+        tiles(
+            "takes an expert's first row for all, in tiles (CUDA)",
+            "args.pair_row[tile.pair + row]",
+            "args.pair_row[tile.pair]",
+        ),
+        tiles("leaves QDQ8 out, in tiles (CUDA)", "                round_eight(w);\n", ""),
+        tiles(
+            "leaves a block's columns in their order, in tiles (CUDA)",
+            "make_uint4(w[0], w[2], other0, other1)",
+            "make_uint4(w[0], w[1], other0, other1)",
+        ),
+        tiles(
+            "takes the first pair's routing weight, in tiles (CUDA)",
+            "weight[1], shape.limit",
+            "weight[0], shape.limit",
         ),
         metal_dot(
             "takes a byte's nibbles in the other order (Metal)",
@@ -149,6 +171,11 @@ const fn cuda(name: &'static str, find: &'static str, replace: &'static str) -> 
 /// An edit of the CUDA kernel of few rows, which gate 1 must notice.
 const fn few(name: &'static str, find: &'static str, replace: &'static str) -> Control {
     Control::cuda(name, Gate::Value, include_str!("few.cu"), find, replace)
+}
+
+/// An edit of the CUDA kernels of many rows, which gate 1 must notice.
+const fn tiles(name: &'static str, find: &'static str, replace: &'static str) -> Control {
+    Control::cuda(name, Gate::Value, include_str!("tiles.cu"), find, replace)
 }
 
 /// An edit of this family's Metal source, which gate 1 must notice.

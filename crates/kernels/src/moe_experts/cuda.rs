@@ -18,6 +18,7 @@ pub const UP_CHUNK: usize = 1280;
 pub const DOWN_CHUNK: usize = 576;
 
 static PROGRAM: Program = crate::gpu::program("moe_experts", None, true);
+static PIECES: Program = crate::gpu::program("moe_experts.tiles", None, true);
 
 /// Pairs that share one read of the weights: one tile of the tensor core.
 const PASS: usize = 8;
@@ -46,26 +47,50 @@ pub(super) struct Tile {
     /// Pairs an expert on average from which on it is taken.
     from: usize,
     shared_bytes: usize,
+    /// Of `tiles.cu`: columns go in whole pieces, rows are gathered, and activations come out as the inputs of the next product.
+    pieces: bool,
 }
 
-const TILES: [Tile; 5] = {
-    const fn deep(pairs: usize, up: &'static str, down: &'static str, from: usize) -> Tile {
-        Tile { pairs, warps: 16, up, down, from, shared_bytes: DEEP_SHARED }
+impl Tile {
+    /// For so many pairs of so many experts, and columns of both products; `None`: in passes.
+    fn of(pairs: usize, experts: usize, columns: [usize; 2], chunks: [usize; 2], chip: Chip) -> Option<Tile> {
+        const PIECE: usize = 4 * STAGE;
+        let whole = columns.iter().chain(&chunks[..1]).all(|columns| columns.is_multiple_of(PIECE));
+        let fits = |tile: &&Tile| {
+            pairs >= tile.from * experts
+                && tile.shared_bytes + TILE_LISTS <= chip.shared_bytes
+                && (whole || !tile.pieces)
+        };
+        TILES.iter().rev().find(fits).copied()
+    }
+}
+
+/// The last that fits is taken.
+const TILES: [Tile; 4] = {
+    /// `ring` pieces of a warp's weights, `slots` pieces of inputs.
+    const fn pieces(
+        pairs: usize,
+        [warps, ring, slots]: [usize; 3],
+        up: &'static str,
+        down: &'static str,
+        from: usize,
+    ) -> Tile {
+        let (inputs, weights) = (4 * pairs * 128, 4 * (512 + 32));
+        let (sums, activations) = (pairs / 8 * 512, pairs * 80);
+        let shared_bytes = 1024 + slots * inputs + warps * (ring * weights + sums) + warps / 4 * activations;
+        Tile { pairs, warps, up, down, from, shared_bytes, pieces: true }
     }
     const fn plain(pairs: usize, up: &'static str, down: &'static str, from: usize) -> Tile {
         let shared_bytes = tile_shared_bytes(pairs, TILE_SLOTS, 8 * TILE_RING_BYTES);
-        Tile { pairs, warps: 8, up, down, from, shared_bytes }
+        Tile { pairs, warps: 8, up, down, from, shared_bytes, pieces: false }
     }
     [
-        deep(16, "experts_up_deep_16", "experts_down_deep_16", 6),
-        deep(24, "experts_up_deep_24", "experts_down_deep_24", 11),
-        deep(48, "experts_up_deep_48", "experts_down_deep_48", 18),
+        pieces(16, [16, 3, 4], "experts_up_16", "experts_down_16", 6),
         plain(64, "experts_up_tile_64", "experts_down_tile_64", 44),
+        pieces(64, [16, 2, 2], "experts_up_64", "experts_down_64", 13),
         plain(128, "experts_up_tile_128", "experts_down_tile_128", 56),
     ]
 };
-/// Shared memory of the kernels whose warps copy weights twelve stages ahead.
-const DEEP_SHARED: usize = 218 << 10;
 /// Bytes that a kernel of tiles declares beyond what a chip sets aside.
 const TILE_LISTS: usize = 8 << 10;
 /// Stages of a tile's inputs in shared memory, and bytes of a warp's ring of ten stages of weights.
@@ -85,7 +110,7 @@ pub(super) struct Room {
     pair_weight: usize,
     pub(super) pair_of: usize,
     pub(super) between: usize,
-    /// Inputs of both passes, one after the other in time.
+    /// Inputs of both passes, one after the other in time; where a kernel gathers, the rows.
     tiles: usize,
     pub(super) out: usize,
     total: usize,
@@ -112,8 +137,7 @@ impl Figures {
         let (hidden, intermediate) = (args.weights.hidden(), args.weights.intermediate());
         let (rows, picks, experts) = (args.rows, args.picks, args.weights.experts().len());
         let pairs = rows * picks;
-        let fits = |tile: &&Tile| pairs >= tile.from * experts && tile.shared_bytes + TILE_LISTS <= chip.shared_bytes;
-        let tile = TILES.iter().rev().find(fits).filter(|_| chip.tiles(rows)).copied();
+        let tile = Tile::of(pairs, experts, [hidden, intermediate], chunks, chip).filter(|_| chip.tiles(rows));
         let gaps = if tile.is_some() { (ATOM - 1) * pairs.min(experts) } else { 0 };
         let pairs = (pairs + gaps).next_multiple_of(ATOM);
         let limit = if args.limit == 0.0 { f32::INFINITY } else { args.limit };
@@ -129,6 +153,7 @@ impl Figures {
             first
         };
         let tiles = match self.tile {
+            Some(tile) if tile.pieces => self.rows * hidden * 2,
             Some(_) => tile_bytes(pairs, 1, hidden).max(tile_bytes(pairs, 1, intermediate)),
             None => 0,
         };
@@ -192,8 +217,10 @@ pub(super) fn run_in_chunks(queue: &mut GpuQueue, args: Args<'_>, chunks: [usize
             if let Some([up, down]) = &cuts {
                 routed.pass(queue, is_up, if is_up { up } else { down })?;
             }
-            if let Some(tile) = figures.tile {
-                routed.tile_pass(queue, is_up, tile)?;
+            match figures.tile {
+                Some(tile) if tile.pieces => routed.piece_pass(queue, is_up, tile)?,
+                Some(tile) => routed.tile_pass(queue, is_up, tile)?,
+                None => {}
             }
         }
     }
@@ -281,8 +308,8 @@ impl Routed<'_> {
 
     /// As [`Routed::pass`], for many rows: inputs as tiles, then the products of `tile.cuh`.
     fn tile_pass(&self, queue: &mut GpuQueue, up: bool, tile: Tile) -> Result<(), LaunchError> {
-        let (room, figures) = (self.room, self.figures);
-        let Figures { hidden, intermediate, pairs, .. } = *figures;
+        let room = self.room;
+        let Figures { hidden, intermediate, pairs, .. } = *self.figures;
         let columns = if up { hidden } else { intermediate };
         let (stages, atoms) = (columns.div_ceil(STAGE), pairs / ATOM);
         let shape = ShapeBytes::new().uint(columns).uint(stages).uint(atoms);
@@ -296,27 +323,58 @@ impl Routed<'_> {
         let entry = if up { "experts_tiles_up" } else { "experts_tiles_down" };
         let threads = if up { pairs * stages * 8 } else { pairs * stages * 2 * 32 };
         simple(queue, entry, &mut bindings, &shape, threads)?;
-        let (chunk, slabs, out_stride) = match up {
-            true => (figures.chunks[0], intermediate / 8, intermediate),
-            false => (figures.chunks[1], hidden / SLAB, hidden),
+        let x = self.at(room.tiles);
+        let entry = if up { tile.up } else { tile.down };
+        self.tile_products(queue, (&PROGRAM, entry), up, tile, x)
+    }
+
+    /// The same by kernels that gather rows, and whose activations are the next product's inputs.
+    fn piece_pass(&self, queue: &mut GpuQueue, up: bool, tile: Tile) -> Result<(), LaunchError> {
+        let Figures { rows, hidden, .. } = *self.figures;
+        if up {
+            let shape = ShapeBytes::new().uint(rows).uint(hidden);
+            let mut bindings = [Binding::Read(self.args.x), self.at(self.room.tiles)];
+            let groups = (rows * hidden / 8).div_ceil(256).min(self.chip.units * 8);
+            launch_of(queue, (&PIECES, "experts_rows"), &mut bindings, &shape, [groups, 256, 0])?;
+        }
+        let x = self.at(if up { self.room.tiles } else { self.room.between });
+        let entry = if up { tile.up } else { tile.down };
+        self.tile_products(queue, (&PIECES, entry), up, tile, x)
+    }
+
+    /// The products of a kernel of tiles.
+    fn tile_products(
+        &self,
+        queue: &mut GpuQueue,
+        kernel: (&'static Program, &'static str),
+        up: bool,
+        tile: Tile,
+        x: Binding<'_>,
+    ) -> Result<(), LaunchError> {
+        let (room, figures) = (self.room, self.figures);
+        let Figures { hidden, intermediate, pairs, .. } = *figures;
+        let (columns, chunk, slabs, out_stride) = match up {
+            true => (hidden, figures.chunks[0], intermediate / 8, intermediate),
+            false => (intermediate, figures.chunks[1], hidden / SLAB, hidden),
         };
-        let shape = ShapeBytes::new().uint(stages).uint(chunk / STAGE).uint(slabs).uint(atoms).uint(out_stride);
-        let shape = shape.float(figures.limit);
+        let shape = ShapeBytes::new().uint(columns.div_ceil(STAGE)).uint(chunk / STAGE).uint(slabs);
+        let shape = shape.uint(pairs / ATOM).uint(out_stride).float(figures.limit);
         let [codes, scales] = self.weights(up)?;
-        let mut bindings = [
+        let mut bindings = vec![
             codes,
             scales,
-            self.at(room.tiles),
+            x,
             self.at(room.active),
             self.at(room.active_count),
             self.at(room.starts),
             self.at(room.counts),
             self.at(room.tile_starts),
-            self.at(room.pair_weight),
-            self.at(if up { room.between } else { room.out }),
         ];
-        let entry = if up { tile.up } else { tile.down };
-        launch(queue, entry, &mut bindings, &shape, [self.chip.units, (tile.warps + 4) * 32, tile.shared_bytes])
+        if tile.pieces {
+            bindings.push(self.at(room.pair_row));
+        }
+        bindings.extend([room.pair_weight, if up { room.between } else { room.out }].map(|offset| self.at(offset)));
+        launch_of(queue, kernel, &mut bindings, &shape, [self.chip.units, (tile.warps + 4) * 32, tile.shared_bytes])
     }
 
     /// Gate, up and activation, or down.
@@ -499,12 +557,22 @@ fn launch(
     entry: &'static str,
     bindings: &mut [Binding<'_>],
     shape: &ShapeBytes,
+    cut: [usize; 3],
+) -> Result<(), LaunchError> {
+    launch_of(queue, (&PROGRAM, entry), bindings, shape, cut)
+}
+
+fn launch_of(
+    queue: &mut GpuQueue,
+    (program, entry): (&'static Program, &'static str),
+    bindings: &mut [Binding<'_>],
+    shape: &ShapeBytes,
     [groups, threads, shared_bytes]: [usize; 3],
 ) -> Result<(), LaunchError> {
     let (groups, threads, shared_bytes) = (groups as u32, threads as u32, shared_bytes as u32);
     let shape = shape.bytes();
     queue.launch_tuned(
-        Launch { program: &PROGRAM, entry, bindings, shape, groups, threads, shared_bytes },
+        Launch { program, entry, bindings, shape, groups, threads, shared_bytes },
         Tuning { cluster: 1, overlap: true },
     )
 }
@@ -512,6 +580,27 @@ fn launch(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn tiles_are_chosen_by_pairs_and_columns() {
+        let chip = Chip { units: 132, shared_bytes: 226 << 10, hopper: true, warpgroups: true };
+        let up = |pairs: usize, columns: [usize; 2]| {
+            Tile::of(pairs * 384, 384, columns, [UP_CHUNK, DOWN_CHUNK], chip).map(|tile| tile.up)
+        };
+        let release = [5120, 2304];
+        assert_eq!(up(5, release), None);
+        assert_eq!(up(8, release), Some("experts_up_16"));
+        assert_eq!(up(32, release), Some("experts_up_64"));
+        assert_eq!(up(128, release), Some("experts_up_tile_128"));
+        // Columns that are no whole pieces.
+        assert_eq!(up(32, [1376, 608]), None);
+        assert_eq!(up(48, [1376, 608]), Some("experts_up_tile_64"));
+        let small = Chip { shared_bytes: 98 << 10, ..chip };
+        assert_eq!(Tile::of(32 * 384, 384, release, [UP_CHUNK, DOWN_CHUNK], small), None);
+        for tile in TILES {
+            assert!(tile.shared_bytes + TILE_LISTS <= chip.shared_bytes, "{tile:?}");
+        }
+    }
 
     #[test]
     fn every_size_and_chip_finds_a_kernel_that_fits() {

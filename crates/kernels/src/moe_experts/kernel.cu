@@ -237,8 +237,8 @@ EXPERTS(experts_down_9, 640, 9, true, false)
 EXPERTS(experts_down_3, 640, 3, true, false)
 EXPERTS(experts_down_any, 640, 4, false, false)
 
-constexpr int EXPERTS_MAX = 512;  // moe_route::EXPERTS_MAX
-constexpr int TILE = 4096;        // picks that lie in shared memory at a time
+constexpr int TILE = 12288;       // picks that lie in shared memory at a time, in whole rows
+constexpr int FOUND = 256;        // picks that a warp has found and not yet placed, at most
 
 struct GroupShape {
     int rows, picks, experts;
@@ -257,15 +257,19 @@ extern "C" __global__ void __launch_bounds__(512, 1)
     experts_group(const u32* selected, const float* routing, u32* active, u32* active_count, u32* starts, u32* pair_row,
                   float* pair_weight, u32* pair_of, u32* counts, u32* tile_starts, Pass* passes, u32* pass_count, GroupShape shape) {
     __shared__ u32 begins[EXPERTS_MAX], sums[16], actives[16], tile_sums[16];
-    __shared__ u16 ids[TILE];
+    __shared__ __align__(8) u16 ids[TILE];
+    __shared__ u16 found[16][FOUND];
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
     const int count = shape.rows * shape.picks;
+    const int whole = TILE / shape.picks * shape.picks;
     begins[thread] = 0;
     __syncthreads();
     let_next_start();
     wait_for_inputs();
+#pragma unroll 8
     for (int i = thread; i < count; i += 512) {
         const u32 id = selected[i];
+        if (i < whole) ids[i] = (u16)min(id, 0xffffu);
         if (id < (u32)shape.experts) atomicAdd(begins + id, 1);
         else if (blockIdx.x == 0) pair_of[i] = ~0u;
     }
@@ -299,30 +303,55 @@ extern "C" __global__ void __launch_bounds__(512, 1)
         }
         for (u32 i = own; i < room; i++) pair_row[before + i] = ~0u;
     }
-    // A warp places the picks of its expert, row by row.
+    __syncthreads();
+    // A warp finds the picks of its expert, row by row, and places many at a time.
     const int expert = blockIdx.x * 16 + warp;
-    u32 next = 0;
-    for (int first = 0; first < count; first += TILE) {
-        const int here = min(TILE, count - first);
-        __syncthreads();
-        if (first == 0 && expert < EXPERTS_MAX) next = begins[expert];
-        for (int i = thread; i < here; i += 512) ids[i] = (u16)min(selected[first + i], 0xffffu);
-        __syncthreads();
-        if (expert >= shape.experts) continue;
-        for (int i = lane; i < ((here + 31) & ~31); i += 32) {
-            const bool mine = i < here && ids[i] == expert;
-            const u32 all = __ballot_sync(~0u, mine);
-            if (mine) {
-                const int pick = first + i, row = pick / shape.picks;
-                const u32 pair = next + __popc(all & ((1u << lane) - 1));
-                u32 smaller = 0;
-                for (int j = row * shape.picks; j < (row + 1) * shape.picks; j++) smaller += selected[j] < (u32)expert;
-                pair_row[pair] = row;
-                pair_weight[pair] = routing[pick];
-                pair_of[row * shape.picks + smaller] = pair;
-            }
-            next += __popc(all);
+    u32 next = expert < EXPERTS_MAX ? begins[expert] : 0;
+    for (int first = 0; first < count; first += whole) {
+        const int here = min(whole, count - first);
+        if (first > 0) {
+            __syncthreads();
+            for (int i = thread; i < here; i += 512) ids[i] = (u16)min(selected[first + i], 0xffffu);
+            __syncthreads();
         }
+        if (expert >= shape.experts) continue;
+        u32 some = 0;
+        const auto place = [&]() {
+            __syncwarp();
+            for (u32 i = lane; i < some; i += 32) {
+                const int local = found[warp][i], row = local / shape.picks, pick = first + local;
+                u32 smaller = 0;
+                for (int j = row * shape.picks; j < (row + 1) * shape.picks; j++) smaller += ids[j] < expert;
+                const u32 pair = next + i, own_row = pick / shape.picks;
+                pair_row[pair] = own_row, pair_weight[pair] = routing[pick];
+                pair_of[own_row * shape.picks + smaller] = pair;
+            }
+            next += some, some = 0;
+            __syncwarp();
+        };
+        for (int i = 0; i < here; i += 128) {
+            const int from = i + lane * 4;
+            u32 mine = 0;
+            if (from < here) {
+                const uint2 four = *(const uint2*)(ids + from);
+                mine = ((four.x & 0xffffu) == (u32)expert) | (u32)(four.x >> 16 == (u32)expert) << 1 | (u32)((four.y & 0xffffu) == (u32)expert) << 2 |
+                       (u32)(four.y >> 16 == (u32)expert) << 3;
+                mine &= (1u << min(here - from, 4)) - 1;
+            }
+            if (__ballot_sync(~0u, mine != 0) == 0) continue;
+            u32 ahead = 0, all = 0;
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+                const u32 who = __ballot_sync(~0u, mine >> j & 1);
+                ahead += __popc(who & ((1u << lane) - 1)), all += __popc(who);
+            }
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                if (mine >> j & 1) found[warp][some + ahead++] = (u16)(from + j);
+            some += all;
+            if (some > FOUND - 128) place();
+        }
+        place();
     }
 }
 
@@ -537,256 +566,3 @@ EXPERT_TILES(experts_up_tile_64, 64, 8, true)
 EXPERT_TILES(experts_up_tile_128, 128, 8, true)
 EXPERT_TILES(experts_down_tile_64, 64, 8, false)
 EXPERT_TILES(experts_down_tile_128, 128, 8, false)
-
-#if HAS_WGMMA
-__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
-    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;\n}\n" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
-                 "r"(bytes), "r"(barrier)
-                 : "memory");
-}
-template <>
-struct Wgmma<16> {
-    static __device__ __forceinline__ void step(float (&d)[8], const u32* a, u64 b, int keep) {
-        asm volatile(
-            "{\n.reg .pred keep;\nsetp.ne.b32 keep, %13, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7}, "
-            "{%8,%9,%10,%11}, %12, keep, 1, 1, 0;\n}\n"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));
-    }
-};
-
-template <>
-struct Wgmma<24> {
-    static __device__ __forceinline__ void step(float (&d)[12], const u32* a, u64 b, int keep) {
-        asm volatile(
-            "{\n.reg .pred keep;\nsetp.ne.b32 keep, %17, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n24k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11}, "
-            "{%12,%13,%14,%15}, %16, keep, 1, 1, 0;\n}\n"
-            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-              "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));
-    }
-};
-#endif
-
-// The experts' products for more rows than passes are good for: blocks take tiles in turn, each a slab for every warp of four
-// warpgroups and up to N of one expert's pairs, pairs innermost. PIECE stages of inputs come at a time; a warp copies the weights of
-// its slab itself, RING pieces ahead and into the next tile. A stage's weights are decoded while the stage before is multiplied.
-constexpr int DEEP_SHARED = 218 << 10;
-
-template <int N, bool UP>
-struct DeepRoom {
-    static constexpr int WARPS = 16, PIECE = UP ? 4 : 3, RING = 12 / PIECE, INPUTS = PIECE * N * 128;
-    static constexpr int WEIGHTS = WARPS * RING * PIECE * SLOT;
-    static constexpr int FIT = (DEEP_SHARED - 1024 - WEIGHTS) / INPUTS, SLOTS = FIT < 8 ? FIT : 8;
-};
-
-template <int N, bool UP>
-__device__ __forceinline__ void deep_tiles(const uint4* weights, const u32* scales, const char* x, const u32* active,
-                                           const u32* active_count, const u32* starts, const u32* counts, const u32* tile_starts,
-                                           const float* pair_weight, u16* out, const ExpertTileShape& shape) {
-#if HAS_WGMMA
-    using Room = DeepRoom<N, UP>;
-    constexpr int WARPS = Room::WARPS, PIECE = Room::PIECE, RING = Room::RING, SLOTS = Room::SLOTS;
-    extern __shared__ __align__(128) char shared_bytes[];
-    __shared__ u32 first_tiles[EXPERTS_MAX + 1], ids[EXPERTS_MAX], first_pairs[EXPERTS_MAX], pair_counts[EXPERTS_MAX];
-    __shared__ u64 barriers[2 * SLOTS];
-    char* const room = tile_room(shared_bytes);
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, stages = shape.blocks;
-    const u32 base = (u32)__cvta_generic_to_shared(room), full = (u32)__cvta_generic_to_shared(barriers), empty = full + 8 * SLOTS;
-    const u32 slab_tiles = (shape.slabs + WARPS - 1) / WARPS;
-    if (threadIdx.x == 0) {
-        for (int i = 0; i < SLOTS; i++) start_barrier(full + 8 * i, 1), start_barrier(empty + 8 * i, WARPS);
-        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    }
-    let_next_start();
-    wait_for_inputs();
-    const u32 experts = *active_count;
-    for (u32 i = threadIdx.x; i <= experts; i += blockDim.x) {
-        first_tiles[i] = tile_starts[i];
-        if (i < experts) ids[i] = active[i], first_pairs[i] = starts[i], pair_counts[i] = counts[i];
-    }
-    __syncthreads();
-    const u32 total = first_tiles[experts] * slab_tiles;
-    struct Tile { u32 expert, slab, pair, count; };
-    const auto tile_at = [&](u32 index) -> Tile {
-        // The last expert whose tiles begin at or before this one.
-        u32 low = 0, high = experts;
-        while (high - low > 1) {
-            const u32 middle = (low + high) / 2;
-            if (first_tiles[middle] * slab_tiles <= index) low = middle;
-            else high = middle;
-        }
-        const u32 own = first_tiles[low + 1] - first_tiles[low], local = index - first_tiles[low] * slab_tiles, first = local % own * N;
-        return {ids[low], local / own * WARPS, first_pairs[low] + first, min(pair_counts[low] - first, (u32)N)};
-    };
-    Ring<SLOTS> inputs;
-    if (warp >= WARPS) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
-        if (warp > WARPS) return;
-        for (u32 index = blockIdx.x; index < total; index += gridDim.x) {
-            const Tile tile = tile_at(index);
-            const char* const from = x + (size_t)tile.pair * 128;
-            const u32 bytes = (tile.count + 7) / 8 * 1024;
-            for (int chunk = 0; chunk < stages; chunk += shape.chunk_stages) {
-                const int end = min(chunk + shape.chunk_stages, stages);
-                for (int stage = chunk; stage < end; stage += PIECE) {
-                    const int count = min(PIECE, end - stage);
-                    const u32 arrived = full + 8 * inputs.slot;
-                    wait_at(empty + 8 * inputs.slot, inputs.parity ^ 1);
-                    if (lane == 0) expect_bytes(arrived, count * bytes);
-                    __syncwarp();
-                    const u32 to = base + inputs.slot * Room::INPUTS + lane * N * 128;
-                    if (lane < count) copy_bulk(to, from + (size_t)(stage + lane) * shape.atoms * 1024, bytes, arrived);
-                    __syncwarp();
-                    inputs.next();
-                }
-            }
-        }
-        return;
-    }
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
-    char* const ring = room + SLOTS * Room::INPUTS + warp * (RING * PIECE * SLOT) + lane * 16;
-    char* const words_of_ring = ring - lane * 16 + 512 + lane * 4;
-    // The next piece of weights to copy.
-    u32 coming = blockIdx.x;
-    int coming_chunk = 0, coming_stage = 0;
-    u32 block = 0;
-    const auto start_tile = [&]() {
-        if (coming >= total) return;
-        const Tile tile = tile_at(coming);
-        // Slabs beyond the last are computed and dropped.
-        block = (tile.expert * shape.slabs + min(tile.slab + warp, (u32)shape.slabs - 1)) * stages;
-    };
-    const auto copy_piece = [&](int slot) {
-        if (coming < total) {
-            const int end = min(coming_chunk + shape.chunk_stages, stages), count = min(PIECE, end - coming_stage);
-            const uint4* const codes = weights + (size_t)block * 32 + lane;
-            const u32* const words = scales + (size_t)block * 8 + lane / 4;
-#pragma unroll
-            for (int k = 0; k < PIECE; k++) {
-                if (k >= count) break;
-                copy_async_16(ring + (slot * PIECE + k) * SLOT, codes + k * 32);
-                copy_async_4(words_of_ring + (slot * PIECE + k) * SLOT, words + k * 8);
-            }
-            block += count, coming_stage += count;
-            if (coming_stage == end) coming_chunk = end;
-            if (coming_stage == stages) {
-                coming += gridDim.x, coming_chunk = coming_stage = 0;
-                start_tile();
-            }
-        }
-        end_copy_group();
-    };
-    start_tile();
-    for (int slot = 0; slot < RING; slot++) copy_piece(slot);
-
-    float acc[N / 2], sum[N / 2];
-    u32 a[2][16];
-    int slot = 0;
-    const auto take = [&](int k, u32 (&to)[16]) {
-        const uint4 v = *(const uint4*)(ring + (slot * PIECE + k) * SLOT);
-        const u32 word = *(const u32*)(words_of_ring + (slot * PIECE + k) * SLOT);
-        const u32 f[4] = {power_pair_of<0>(word, 126), power_pair_of<1>(word, 126), power_pair_of<2>(word, 126),
-                          power_pair_of<3>(word, 126)};
-        const u32 four[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            u32 pair[4];
-            decode_fp4(four[i], f[i / 2 * 2], f[i / 2 * 2 + 1], pair);
-            to[4 * i] = pair[0], to[4 * i + 1] = pair[2], to[4 * i + 2] = pair[1], to[4 * i + 3] = pair[3];
-        }
-    };
-    const auto multiply = [&](int k, const u32 (&from)[16], bool keep) {
-        const u64 descriptor = tile_descriptor(base + inputs.slot * Room::INPUTS + k * N * 128);
-        wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < 4; i++) Wgmma<N>::step(acc, from + 4 * i, descriptor + 2 * i, keep || i > 0);
-        wgmma_commit();
-    };
-    // The next piece's first stage is decoded before this piece's last products are done, where registers are left for that.
-    constexpr bool AHEAD = PIECE % 2 == 0 && N <= 24;
-    if (AHEAD) {
-        wait_for_copy_groups<RING - 1>();
-        take(0, a[0]);
-    }
-    for (u32 index = blockIdx.x; index < total; index += gridDim.x) {
-        for (int chunk = 0; chunk < stages; chunk += shape.chunk_stages) {
-            const int end = min(chunk + shape.chunk_stages, stages);
-            for (int stage = chunk; stage < end; stage += PIECE) {
-                if (!AHEAD) wait_for_copy_groups<RING - 1>();
-                wait_at(full + 8 * inputs.slot, inputs.parity);
-                if (end - stage >= PIECE) {
-#pragma unroll
-                    for (int k = 0; k < PIECE; k++) {
-                        // The products of the stage before the last are done, and their weights may be written over.
-                        if (k > 1) wgmma_wait<1>();
-                        if (!AHEAD || k > 0) take(k, a[k % 2]);
-                        multiply(k, a[k % 2], k > 0 || stage > chunk);
-                    }
-                } else {
-                    for (int k = 0; k < end - stage; k++) {
-                        if (!AHEAD || k > 0) take(k, a[0]);
-                        multiply(k, a[0], k > 0 || stage > chunk);
-                        wgmma_wait<0>();
-                    }
-                }
-                // What was in the slot is in registers.
-                copy_piece(slot);
-                slot = slot + 1 == RING ? 0 : slot + 1;
-                if (AHEAD) {
-                    wait_for_copy_groups<RING - 1>();
-                    wgmma_wait<1>();
-                    take(0, a[0]);
-                    // Here, not behind the wait that follows.
-#pragma unroll
-                    for (int i = 0; i < 16; i++) asm volatile("" : "+r"(a[0][i]));
-                }
-                wgmma_wait<0>();
-                __syncwarp();
-                if (lane == 0) arrive_at(empty + 8 * inputs.slot);
-                inputs.next();
-            }
-            // Chunks are added left to right.
-#pragma unroll
-            for (int i = 0; i < N / 2; i++) sum[i] = chunk > 0 ? sum[i] + acc[i] : acc[i];
-        }
-        const Tile tile = tile_at(index);
-        const u32 slab = tile.slab + warp;
-        if (slab >= (u32)shape.slabs) continue;
-#pragma unroll
-        for (int i = 0; i < N / 2; i += 4) {
-            if (2 * i >= tile.count) break;
-#pragma unroll
-            for (int j = 0; j < 2; j++) {
-                const u32 token = 2 * i + 2 * (lane % 4) + j;
-                if (token >= tile.count) continue;
-                u16* const to = out + (size_t)(tile.pair + token) * shape.out_stride;
-                if (UP) {
-                    to[slab * 8 + lane / 4] = activation(sum[i + j], sum[i + j + 2], pair_weight[tile.pair + token], shape.limit);
-                } else {
-                    to[slab * 16 + lane / 4] = f32_to_bf16(sum[i + j]);
-                    to[slab * 16 + lane / 4 + 8] = f32_to_bf16(sum[i + j + 2]);
-                }
-            }
-        }
-    }
-#endif
-}
-
-#define DEEP_TILES(name, n, up) \
-    extern "C" __global__ void __launch_bounds__(640, 1) \
-        name(const uint4* weights, const u32* scales, const char* x, const u32* active, const u32* active_count, const u32* starts, \
-             const u32* counts, const u32* tile_starts, const float* pair_weight, u16* out, ExpertTileShape shape) { \
-        deep_tiles<n, up>(weights, scales, x, active, active_count, starts, counts, tile_starts, pair_weight, out, shape); \
-    }
-DEEP_TILES(experts_up_deep_16, 16, true)
-DEEP_TILES(experts_down_deep_16, 16, false)
-DEEP_TILES(experts_up_deep_24, 24, true)
-DEEP_TILES(experts_down_deep_24, 24, false)
-DEEP_TILES(experts_up_deep_48, 48, true)
-DEEP_TILES(experts_down_deep_48, 48, false)

@@ -3,6 +3,7 @@
 #include "tensor.cuh"
 #include "prelude.cuh"
 
+constexpr int EXPERTS_MAX = 512;  // moe_route::EXPERTS_MAX
 constexpr int SLOT = 640;  // bytes of a block of MXFP4 in a ring: codes and scale words of 32 lanes
 
 // bf16(silu(min(limit, gate)) * clamp(up) * weight), gate and up rounded to bf16 before.
