@@ -9,6 +9,7 @@ use crate::report::{
 };
 use crate::target::Target;
 use crate::{apart, controls, limits, timing};
+use std::collections::BTreeSet;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
 use std::time::Instant;
@@ -97,7 +98,9 @@ pub fn report(
     report.summary.gates_ms = started.elapsed().as_millis() as u64;
     let started = Instant::now();
     report.limit_problems = contracts.iter().flat_map(|contract| limits::launcher_problems(contract)).collect();
-    report.limit_problems.extend(target.limit_problems());
+    // One kernel in several geometries may ask for the same.
+    let asked: BTreeSet<String> = target.limit_problems().into_iter().collect();
+    report.limit_problems.extend(asked);
     report.summary.limits_ms = started.elapsed().as_millis() as u64;
     report.count();
     report
