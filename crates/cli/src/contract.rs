@@ -20,6 +20,8 @@ pub fn run(arguments: &Arguments) -> Result<(), Failure> {
         replay: arguments.text("replay").map(str::to_owned),
         time: arguments.is_on("time"),
         checkers: arguments.is_on("checkers"),
+        edits: arguments.text("edits").map(Into::into),
+        compile_edits: arguments.text("compile-edits").map(str::to_owned),
         launch_only: arguments.is_on("launch-only"),
         seeds: arguments.count("seeds").unwrap_or(0) as usize,
     };

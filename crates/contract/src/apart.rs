@@ -3,17 +3,19 @@
 //! checkers of compute-sanitizer.
 
 use crate::controls::{Verdict, smallest_first};
-use crate::options::Options;
+use crate::edits::{self, Ahead, is_there};
+use crate::options::{Backend, Options};
 use crate::replay::Replay;
 use crate::report::{CheckReport, GateReport, KernelReport, Machine, Report, SCHEMA, Status, Summary};
+use crate::run::only;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
-use tf_device::gpu;
-use tf_kernels::contract::{Contract, Control, Gate, Plant};
+use tf_kernels::contract::{Contract, Control, Gate};
 
 /// A process that takes longer hangs.
 const LONGEST: Duration = Duration::from_secs(600);
@@ -62,8 +64,9 @@ enum Part {
     Watched(Vec<CheckReport>),
 }
 
-/// As `run::report`, each kernel in a process of `program`; with a `checker` each also under its tools. `say` gets what the
-/// processes print, as they end, and `keep` the report so far.
+/// As `run::report`, each kernel in a process of `program`; with a `checker` each also under its tools. Other processes compile
+/// what can be compiled `ahead`, and a kernel begins when its own is there. `say` gets what the processes print, as they end,
+/// and `keep` the report so far.
 ///
 /// # Errors
 /// When this machine keeps no files for the parts, or `keep` fails.
@@ -71,6 +74,7 @@ pub fn report(
     program: &Path,
     contracts: &[&'static Contract],
     options: &Options,
+    ahead: &Ahead,
     checker: Option<&Path>,
     say: &mut dyn FnMut(&str),
     keep: &mut dyn FnMut(&Report) -> Result<(), String>,
@@ -78,28 +82,51 @@ pub fn report(
     let folder = own_place("contract");
     fs::create_dir_all(&folder).map_err(|error| format!("cannot make {}: {error}", folder.display()))?;
     let started = Instant::now();
-    let mut tasks: Vec<Task<'_>> = contracts.iter().map(|contract| Task::Prove(contract)).collect();
-    // Whose edits take the longest to compile begins, while the others have their turn on the device.
-    tasks.sort_by_key(|task| match task {
-        Task::Prove(contract) => std::cmp::Reverse(edited_bytes(contract)),
-        Task::Watch(..) => std::cmp::Reverse(0),
-    });
+    let mut options = options.clone();
+    let edits = options.edits.get_or_insert_with(|| folder.join("edits")).clone();
+    fs::create_dir_all(&edits).map_err(|error| format!("cannot make {}: {error}", edits.display()))?;
+    let options = &options;
+    let compilers = Compilers::start(program, options, ahead, &edits);
+    let programs = ahead.programs.iter().cloned().chain(std::iter::repeat((0, Vec::new())));
+    let proof = |(contract, (compiling, names)): (&&'static Contract, _)| Proof { contract, compiling, names };
+    let mut proofs: Vec<Proof> = contracts.iter().zip(programs).map(proof).collect();
+    // As they are compiled: those whose edits take the longest come last.
+    proofs.sort_by_key(|proof| proof.compiling);
+    let mut watches = Vec::new();
     if let Some(checker) = checker {
         let groups = contracts.chunks(contracts.len().div_ceil(WATCHED_AT_ONCE));
         let tools = |group: &[&'static Contract]| CHECKERS.map(|tool| Task::Watch(group.to_vec(), checker, tool));
-        tasks.extend(groups.flat_map(tools));
+        watches.extend(groups.flat_map(tools));
+        watches.reverse();
     }
-    let workers = std::thread::available_parallelism().map_or(1, usize::from).min(AT_ONCE_MAX).min(tasks.len());
+    let count = proofs.len() + watches.len();
+    let workers = std::thread::available_parallelism().map_or(1, usize::from).min(AT_ONCE_MAX).min(count);
+    let pending = Mutex::new((proofs, watches));
+    // A proof whose edits are there, or any once nobody compiles; checkers when no proof is left.
+    let take = || loop {
+        let mut pending = pending.lock().unwrap_or_else(PoisonError::into_inner);
+        let (proofs, watches) = &mut *pending;
+        if proofs.is_empty() {
+            return watches.pop();
+        }
+        let all_done = compilers.are_done();
+        if let Some(index) =
+            proofs.iter().position(|proof| all_done || proof.names.iter().all(|name| is_there(&edits, name)))
+        {
+            return Some(Task::Prove(proofs.remove(index).contract));
+        }
+        drop(pending);
+        std::thread::sleep(PAUSE);
+    };
     let (mut parts, mut kept) = (Vec::new(), Ok(()));
     let (next, (sender, receiver)) = (AtomicUsize::new(0), channel());
     std::thread::scope(|scope| {
         for _ in 0..workers {
-            let (sender, next, tasks, folder) = (sender.clone(), &next, &tasks, &folder);
+            let (sender, next, take, folder) = (sender.clone(), &next, &take, &folder);
             scope.spawn(move || {
-                loop {
+                while let Some(task) = take() {
                     let index = next.fetch_add(1, Ordering::Relaxed);
-                    let Some(task) = tasks.get(index) else { break };
-                    let done = perform(program, task, options, &folder.join(index.to_string()));
+                    let done = perform(program, &task, options, &folder.join(index.to_string()));
                     if sender.send(done).is_err() {
                         break;
                     }
@@ -111,26 +138,92 @@ pub fn report(
             let seconds = started.elapsed().as_secs_f64();
             lines.iter().for_each(|line| say(&with_time(line, seconds)));
             parts.push(part);
-            if parts.len() < tasks.len() {
+            if parts.len() < count {
                 let mut so_far = whole(options, contracts, &parts, started.elapsed());
-                so_far.complaints.push(format!("the run has done {} of {} parts", parts.len(), tasks.len()));
+                so_far.complaints.push(format!("the run has done {} of {count} parts", parts.len()));
                 kept = keep(&so_far);
             }
         }
     });
     kept?;
+    if let Some(text) = compilers.line() {
+        say(&text);
+    }
     // What is left there is of no use, and of no harm.
     let _ = fs::remove_dir_all(&folder);
     Ok(whole(options, contracts, &parts, started.elapsed()))
 }
 
-/// Bytes of the CUDA texts that a kernel's controls edit.
-fn edited_bytes(contract: &Contract) -> usize {
-    let edits = contract.edits.iter().map(|control| match control.plant {
-        Plant::Edit { backend: gpu::Backend::Cuda, source, .. } => source.len(),
-        Plant::Edit { .. } | Plant::Simdgroups(_) | Plant::Arguments | Plant::Outcome(_) => 0,
-    });
-    edits.sum()
+/// A kernel to be proved, and the edited programs that it waits for.
+struct Proof {
+    contract: &'static Contract,
+    /// As [`Ahead`] counts it.
+    compiling: usize,
+    names: Vec<String>,
+}
+
+/// Processes that compile edits, and nothing else.
+struct Compilers {
+    children: Mutex<Vec<Child>>,
+    started: Instant,
+    count: usize,
+    seconds: Mutex<Option<f64>>,
+}
+
+impl Compilers {
+    /// One process a core, or as many as there is to compile.
+    fn start(program: &Path, options: &Options, ahead: &Ahead, edits: &Path) -> Compilers {
+        edits::forget_claims(edits);
+        let mut missing: Vec<&String> =
+            ahead.programs.iter().flat_map(|(_, names)| names).filter(|name| !is_there(edits, name)).collect();
+        missing.sort_unstable();
+        missing.dedup();
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let processes = missing.len().min(cores);
+        let one = |target: &String| {
+            let mut command = command(program, options);
+            command.args(["--only", &options.only, "--compile-edits", target, "--edits"]).arg(edits);
+            command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+            command.spawn().ok()
+        };
+        // What nobody compiles ahead is compiled by the proof that needs it.
+        let children = (0..processes).filter_map(|_| ahead.architecture.as_ref().and_then(one)).collect();
+        Compilers {
+            children: Mutex::new(children),
+            started: Instant::now(),
+            count: missing.len(),
+            seconds: Mutex::default(),
+        }
+    }
+
+    /// Whether none is left.
+    fn are_done(&self) -> bool {
+        let mut children = self.children.lock().unwrap_or_else(PoisonError::into_inner);
+        children.retain_mut(|child| matches!(child.try_wait(), Ok(None)));
+        let done = children.is_empty();
+        if done {
+            let mut seconds = self.seconds.lock().unwrap_or_else(PoisonError::into_inner);
+            seconds.get_or_insert(self.started.elapsed().as_secs_f64());
+        }
+        done
+    }
+
+    /// What is said of them.
+    fn line(&self) -> Option<String> {
+        let seconds = (*self.seconds.lock().unwrap_or_else(PoisonError::into_inner))?;
+        (self.count > 0).then(|| format!("      {} edited programs were compiled in {seconds:.1} s", self.count))
+    }
+}
+
+impl Drop for Compilers {
+    fn drop(&mut self) {
+        let children = self.children.get_mut().unwrap_or_else(PoisonError::into_inner);
+        for child in children {
+            // They are ours, and nobody else's.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
 }
 
 /// The line that says how a kernel went, with when it ended.
@@ -169,7 +262,10 @@ fn perform(program: &Path, task: &Task<'_>, options: &Options, place: &Path) -> 
 fn prove(program: &Path, contract: &'static Contract, options: &Options, place: &Path) -> (Part, Vec<String>) {
     let json = place.with_extension("json");
     let mut command = command(program, options);
-    command.args(["--only", contract.name, "--seeds", &options.seeds.to_string(), "--json"]).arg(&json);
+    command.args(["--only", &only(contract), "--seeds", &options.seeds.to_string(), "--json"]).arg(&json);
+    if let Some(edits) = options.edits.as_ref().filter(|_| options.backend == Backend::Cuda) {
+        command.arg("--edits").arg(edits);
+    }
     let end = run(&mut command, place);
     let report = fs::read(&json).ok().and_then(|text| serde_json::from_slice(&text).ok());
     let Some(report) = report else {
@@ -190,12 +286,12 @@ fn watch(
     options: &Options,
     place: &Path,
 ) -> Vec<CheckReport> {
-    let names: Vec<&str> = contracts.iter().map(|contract| contract.name).collect();
+    let chosen: Vec<String> = contracts.iter().map(|contract| only(contract)).collect();
     let mut words = Command::new(checker);
     // Finding a kernel's argument count ends with an error of the driver, by design.
     words.args(["--tool", tool, "--report-api-errors", "no", "--error-exitcode", FINDING]).arg(program);
     words.args(options.program.split_whitespace().skip(1));
-    words.args(["--backend", options.backend.name(), "--only", &names.join(","), "--launch-only"]);
+    words.args(["--backend", options.backend.name(), "--only", &chosen.join(","), "--launch-only"]);
     let started = Instant::now();
     let end = run(&mut words, place);
     let said: Vec<&str> = end.text.lines().filter(|line| line.starts_with("=========")).collect();
@@ -212,23 +308,34 @@ fn watch(
         (_, None) => (Status::Fail, format!("the process {}; its last words: {}", end.how, last_lines(&end.text, 6))),
     };
     let milliseconds = started.elapsed().as_millis() as u64;
-    let check = |name: &str| CheckReport {
-        kernel: name.to_owned(),
+    let check = |contract: &&'static Contract| CheckReport {
+        kernel: contract.name.to_owned(),
         checker: tool.to_owned(),
         status,
         text: text.clone(),
         milliseconds,
     };
-    names.into_iter().map(check).collect()
+    contracts.iter().map(check).collect()
 }
 
-/// A control whose device is gone, case by case in processes of `program`. `start` as in [`Options::start`].
-pub fn judge(program: &Path, start: &str, contract: &Contract, control: &Control, seed: u64) -> Verdict {
+/// A control whose device is gone, case by case in processes of `program`. `start` as in [`Options::start`], `edits` the folder
+/// of compiled ones.
+pub fn judge(
+    program: &Path,
+    start: &str,
+    edits: Option<&Path>,
+    contract: &Contract,
+    control: &Control,
+    seed: u64,
+) -> Verdict {
     let mut last = "no case".to_owned();
     for case in smallest_first(contract.cases) {
         let replay = Replay::new(contract, case, control.gate, seed, Some(control));
         let mut command = Command::new(program);
         command.args(start.split_whitespace().skip(1)).args(["--replay", &replay.text()]);
+        if let Some(edits) = edits {
+            command.arg("--edits").arg(edits);
+        }
         let place = own_place("control");
         let end = run(&mut command, &place);
         let _ = fs::remove_file(&place);
@@ -241,7 +348,7 @@ pub fn judge(program: &Path, start: &str, contract: &Contract, control: &Control
 }
 
 /// A path for temporary files that nobody else has.
-fn own_place(what: &str) -> PathBuf {
+pub(crate) fn own_place(what: &str) -> PathBuf {
     static COUNT: AtomicUsize = AtomicUsize::new(0);
     let count = COUNT.fetch_add(1, Ordering::Relaxed);
     std::env::temp_dir().join(format!("tensorfold-{what}-{}-{count}", std::process::id()))

@@ -1,14 +1,16 @@
 //! CUDA kernels on the GPU of this machine.
 
-use crate::controls::apply_edit;
+use crate::apart::own_place;
+use crate::compile;
+use crate::edits::Ahead;
 use crate::limits::{CudaLaunch, NVIDIA, cuda_problems};
 use crate::target::{Bench, Changed, Target};
-use std::collections::HashMap;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, PoisonError};
 use tf_device::Device;
 use tf_device::cuda::{Asked, Trial, device_on_trial};
-use tf_device::gpu::Backend;
-use tf_kernels::contract::{Case, Contract, Plant};
+use tf_kernels::contract::{Case, Contract};
 use tf_kernels::cubins;
 
 /// Families whose products are chains of tensor-core steps. All others have the CPU's order, or a mirror of their own
@@ -23,22 +25,31 @@ const WAYS: [(&str, Option<u32>, Option<u32>); 3] = [
     ("99 KiB of shared memory", None, Some(99 << 10)),
 ];
 
-/// Programs with an edit, compiled before a device is free: by program and edited text.
-type Ahead = HashMap<(&'static str, String), Result<&'static [u8], String>>;
-
 struct Cuda {
-    ahead: Arc<Mutex<Ahead>>,
+    /// Of edited programs.
+    folder: PathBuf,
+    /// Whether it goes with this value.
+    is_own: bool,
     name: String,
     devices: Vec<(&'static str, Device)>,
     target: String,
     asked: Asked,
 }
 
-/// The first GPU.
+impl Drop for Cuda {
+    fn drop(&mut self) {
+        if self.is_own {
+            // What is left there is of no harm.
+            let _ = fs::remove_dir_all(&self.folder);
+        }
+    }
+}
+
+/// The first GPU. Compiled edits are taken from a folder and kept there, or in one that goes with the target.
 ///
 /// # Errors
 /// Why there is none.
-pub fn cuda() -> Result<Target, String> {
+pub fn cuda(folder: Option<&Path>) -> Result<Target, String> {
     let asked = Asked::default();
     let mut devices = Vec::new();
     for (name, units, shared_bytes) in WAYS {
@@ -47,12 +58,10 @@ pub fn cuda() -> Result<Target, String> {
     }
     let Device::Gpu(first) = &devices[0].1 else { return Err("the first device is no GPU".to_owned()) };
     let (name, target) = (first.name().to_owned(), first.limits().target.clone());
-    Ok(Target::Gpu(Arc::new(Cuda { ahead: Arc::default(), name, devices, target, asked })))
-}
-
-/// A program with an edited text, kept for the whole run.
-fn compiled(program: &str, target: &str, source: &str, text: &str) -> Result<&'static [u8], String> {
-    cubins::compile(program, target, &[(source, text)]).map(|cubin| &*cubin.leak())
+    let is_own = folder.is_none();
+    let folder = folder.map_or_else(|| own_place("edits"), Path::to_path_buf);
+    fs::create_dir_all(&folder).map_err(|error| format!("cannot make {}: {error}", folder.display()))?;
+    Ok(Target::Gpu(Arc::new(Cuda { folder, is_own, name, devices, target, asked })))
 }
 
 impl Bench for Cuda {
@@ -70,15 +79,13 @@ impl Bench for Cuda {
             return Err("no CUDA program has this source".to_owned());
         }
         // A header is part of many programs, of which a kernel's launches ask for one or two.
-        let ahead = self.ahead.clone();
+        let folder = self.folder.clone();
         let find = move |asked: &str, target: &str| {
             let Some(program) = programs.iter().find(|program| **program == asked) else {
                 return cubins::find(asked, target);
             };
-            let mut ahead = ahead.lock().unwrap_or_else(PoisonError::into_inner);
-            let made = ahead.entry((program, text.clone())).or_insert_with(|| compiled(program, target, source, &text));
-            match made {
-                Ok(cubin) => Some(*cubin),
+            match compile::obtain(&folder, target, program, source, &text) {
+                Ok(cubin) => Some(&*cubin.leak()),
                 Err(text) => {
                     // The launch that finds no code fails; this says why there is none.
                     eprintln!("edited CUDA code of `{program}` for sm_{target}: {text}");
@@ -90,24 +97,13 @@ impl Bench for Cuda {
         Ok((device, Arc::new(Vec::new)))
     }
 
-    fn prepare(&self, contract: &Contract) {
-        let edits = contract.edits.iter().filter_map(|control| match control.plant {
-            Plant::Edit { backend: Backend::Cuda, source, find, replace } => {
-                Some((source, apply_edit(source, find, replace).ok()?))
-            }
-            _ => None,
-        });
-        let family = contract.family();
-        let own = |source: &str| cubins::programs_of(source).into_iter().find(|program| *program == family);
-        std::thread::scope(|scope| {
-            for (source, text) in edits {
-                let Some(program) = own(source) else { continue };
-                scope.spawn(move || {
-                    let cubin = compiled(program, &self.target, source, &text);
-                    self.ahead.lock().unwrap_or_else(PoisonError::into_inner).insert((program, text), cubin);
-                });
-            }
-        });
+    fn ahead(&self, contracts: &[&Contract]) -> Ahead {
+        let programs = contracts.iter().map(|contract| compile::programs(contract, &self.target)).collect();
+        Ahead { architecture: Some(self.target.clone()), programs }
+    }
+
+    fn folder(&self) -> Option<&Path> {
+        Some(&self.folder)
     }
 
     fn can_edit(&self) -> Result<(), String> {

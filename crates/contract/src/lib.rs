@@ -4,9 +4,12 @@
 //! The records lie beside their kernels (`tf_kernels::families`); this crate runs them. Knows no model and no scheduling.
 
 pub mod apart;
+#[cfg(feature = "cuda")]
+pub mod compile;
 pub mod controls;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+pub mod edits;
 #[cfg(feature = "emulator")]
 pub mod emulated;
 pub mod families;
@@ -104,7 +107,7 @@ fn prove(options: &Options, printer: &mut Printer) -> Result<bool, String> {
     if let Some(text) = &options.replay {
         let replay = Replay::parse(text)?;
         say!(printer, "{}", replay.command(&options.start()));
-        return Ok(match run::replay(CONTRACTS, &target_of(options.backend)?, &replay) {
+        return Ok(match run::replay(CONTRACTS, &target_of(options)?, &replay) {
             Ok(tally) => {
                 say!(printer, "pass: {} launches, {} elements compared", tally.launches, tally.compared);
                 true
@@ -115,25 +118,31 @@ fn prove(options: &Options, printer: &mut Printer) -> Result<bool, String> {
             }
         });
     }
+    if let Some(target) = &options.compile_edits {
+        let count = compile_edits(options, target, &contracts)?;
+        say!(printer, "{count} edited programs compiled for sm_{target}");
+        return Ok(true);
+    }
     if options.launch_only {
-        let target = target_of(options.backend)?;
+        let target = target_of(options)?;
         let launches = run::launch_only(&contracts, &target)?;
         say!(printer, "launched, {}: {launches} launches, none judged", options.command());
         return Ok(true);
     }
-    let report = if options.backend == Backend::Cuda && (contracts.len() > 1 || options.checkers) {
+    let is_part = contracts.len() == 1 && options.edits.is_some() && !options.checkers;
+    let report = if options.backend == Backend::Cuda && !is_part {
         // Without a device nobody is asked.
-        target_of(options.backend)?;
+        let ahead = target_of(options)?.ahead(&contracts);
         let program = std::env::current_exe().map_err(|error| format!("cannot find this program: {error}"))?;
         let checker = if options.checkers { Some(apart::checker()?) } else { None };
         let checker = checker.as_deref();
         // Whoever breaks a long run off keeps what it has found.
         let keep = &mut |report: &Report| save(options, report);
-        apart::report(&program, &contracts, options, checker, &mut |line| say!(printer, "{line}"), keep)?
+        apart::report(&program, &contracts, options, &ahead, checker, &mut |line| say!(printer, "{line}"), keep)?
     } else {
         let (fresh, known) = (fresh_seeds(options.seeds), run::known_findings());
-        let target = target_of(options.backend)?;
-        let _turn = target.turn(&contracts);
+        let target = target_of(options)?;
+        let _turn = target.turn();
         run::report(&contracts, &target, options, &fresh, known, &mut |line| say!(printer, "{line}"))
     };
     for text in report.complaints.iter().chain(&report.limit_problems) {
@@ -148,6 +157,23 @@ fn prove(options: &Options, printer: &mut Printer) -> Result<bool, String> {
     Ok(report.holds())
 }
 
+/// Compiles a share of the edits: what no other process has begun.
+#[cfg(feature = "cuda")]
+fn compile_edits(
+    options: &Options,
+    target: &str,
+    contracts: &[&tf_kernels::contract::Contract],
+) -> Result<usize, String> {
+    let folder = options.edits.as_deref().ok_or("--compile-edits needs --edits FOLDER: where they go")?;
+    std::fs::create_dir_all(folder).map_err(|error| format!("cannot make {}: {error}", folder.display()))?;
+    compile::compile(folder, target, contracts)
+}
+
+#[cfg(not(feature = "cuda"))]
+fn compile_edits(_: &Options, _: &str, _: &[&tf_kernels::contract::Contract]) -> Result<usize, String> {
+    Err("this build has no CUDA kernels: build with `--features cuda`".to_owned())
+}
+
 /// Writes the report where it was asked for.
 fn save(options: &Options, report: &Report) -> Result<(), String> {
     let Some(path) = &options.json else { return Ok(()) };
@@ -155,9 +181,9 @@ fn save(options: &Options, report: &Report) -> Result<(), String> {
     std::fs::write(path, text + "\n").map_err(|error| format!("cannot write {}: {error}", path.display()))
 }
 
-/// Where the kernels of a backend run on this machine.
-fn target_of(backend: Backend) -> Result<Target, String> {
-    match backend {
+/// Where the kernels of a run's backend run on this machine.
+fn target_of(options: &Options) -> Result<Target, String> {
+    match options.backend {
         Backend::Cpu => Ok(Target::Cpu),
         #[cfg(target_os = "macos")]
         Backend::Metal => metal::metal(),
@@ -170,7 +196,7 @@ fn target_of(backend: Backend) -> Result<Target, String> {
                 .to_owned())
         }
         #[cfg(feature = "cuda")]
-        Backend::Cuda => cuda::cuda(),
+        Backend::Cuda => cuda::cuda(options.edits.as_deref()),
         #[cfg(not(feature = "cuda"))]
         Backend::Cuda => Err("this build has no CUDA kernels: build with `--features cuda`".to_owned()),
     }

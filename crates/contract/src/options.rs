@@ -40,7 +40,7 @@ pub struct Options {
     /// Backend whose kernels are proved.
     #[arg(long, value_enum, default_value = "cpu")]
     pub backend: Backend,
-    /// FAMILY, FAMILY/KERNEL, a list of them with commas, or dsv41: all kernels of DeepSeek-V4.1.
+    /// FAMILY, FAMILY/KERNEL, FAMILY/ (its kernel of the same name alone), a list with commas, or dsv41: all of DeepSeek-V4.1.
     #[arg(long, value_name = "WHICH", default_value = "dsv41")]
     pub only: String,
     /// List the kernels with their cases and controls, and run nothing.
@@ -58,6 +58,12 @@ pub struct Options {
     /// On CUDA: also launch smaller cases under the memory and the race checker of compute-sanitizer.
     #[arg(long)]
     pub checkers: bool,
+    /// On CUDA: compiled edits of the controls are taken from FOLDER and kept there. Without it they are compiled anew.
+    #[arg(long, value_name = "FOLDER")]
+    pub edits: Option<PathBuf>,
+    /// Compile the controls' edits for a target such as 90a into the folder of --edits, and prove nothing: needs no GPU.
+    #[arg(long, value_name = "TARGET", requires = "edits")]
+    pub compile_edits: Option<String>,
     /// Launch smaller cases and judge nothing: for a checker that watches this process.
     #[arg(long)]
     pub launch_only: bool,

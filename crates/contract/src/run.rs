@@ -24,15 +24,19 @@ const WATCHED_CASES: usize = 3;
 /// The name of all kernels of the model.
 pub const ALL: &str = "dsv41";
 
-/// The kernels that `--only` names.
+/// The kernels that `--only` names: families, kernels, or, with a slash at its end, the kernel that has its family's name
+/// without the others of the family.
 ///
 /// # Errors
 /// When a name is neither a family nor a kernel.
 pub fn choose<'a>(contracts: &'a [Contract], only: &str) -> Result<Vec<&'a Contract>, String> {
     let mut chosen: Vec<&Contract> = Vec::new();
     for name in only.split(',').map(str::trim) {
-        let matching: Vec<&Contract> =
-            contracts.iter().filter(|c| name == ALL || c.name == name || c.family() == name).collect();
+        let matches = |contract: &&Contract| match name.strip_suffix('/') {
+            Some(alone) => contract.name == alone,
+            None => name == ALL || contract.name == name || contract.family() == name,
+        };
+        let matching: Vec<&Contract> = contracts.iter().filter(matches).collect();
         if matching.is_empty() {
             let mut families: Vec<&str> = contracts.iter().map(Contract::family).collect();
             families.dedup();
@@ -48,6 +52,14 @@ pub fn choose<'a>(contracts: &'a [Contract], only: &str) -> Result<Vec<&'a Contr
         }
     }
     Ok(chosen)
+}
+
+/// The `--only` of one kernel and no other of its family.
+pub fn only(contract: &Contract) -> String {
+    match contract.name.contains('/') {
+        true => contract.name.to_owned(),
+        false => format!("{}/", contract.name),
+    }
 }
 
 /// Runs everything over the chosen kernels. `say` gets a line for each kernel.
@@ -189,7 +201,7 @@ fn prove(start: &str, contract: &Contract, seeds: &[u64], known: &[Known], queue
             true => controls::run(contract, control, seeds[0], queues),
             // What a fault has ended is not to be held against the controls after it.
             false => match std::env::current_exe() {
-                Ok(program) => apart::judge(&program, start, contract, control, seeds[0]),
+                Ok(program) => apart::judge(&program, start, target.folder(), contract, control, seeds[0]),
                 Err(error) => controls::Verdict::Missed(format!("this program can't be found: {error}")),
             },
         };

@@ -1,8 +1,10 @@
 //! Where a run's launches go: the CPU with its instruction sets and threads, or a GPU with its ways to cut and order a launch.
 
+use crate::edits::Ahead;
 use crate::options::Backend;
 use crate::probe::Setting;
 use std::fs::File;
+use std::path::Path;
 use std::sync::Arc;
 use tf_device::{Device, Queue, gpu};
 use tf_kernels::contract::{Case, Contract, Control, Fill, Gate, Plant};
@@ -36,8 +38,15 @@ pub trait Bench: Send + Sync {
         None
     }
 
-    /// Does ahead, on the host, what the controls of a kernel will ask for.
-    fn prepare(&self, _contract: &Contract) {}
+    /// What can be compiled before kernels are proved.
+    fn ahead(&self, _contracts: &[&Contract]) -> Ahead {
+        Ahead::default()
+    }
+
+    /// Where what was compiled lies.
+    fn folder(&self) -> Option<&Path> {
+        None
+    }
 
     /// Whether [`Bench::edited`] can work here at all.
     ///
@@ -204,18 +213,31 @@ impl Target {
     }
 
     /// Waits until no other process proves or watches kernels on a CUDA device: a GPU that several share is dealt out in slices
-    /// of time, and launches that are waited for one by one then take many times as long. Ahead of that the host does what
-    /// it can. The turn ends with the value.
-    pub fn turn(&self, contracts: &[&Contract]) -> Option<File> {
-        let Target::Gpu(bench) = self else { return None };
+    /// of time, and launches that are waited for one by one then take many times as long. The turn ends with the value.
+    pub fn turn(&self) -> Option<File> {
         if self.backend() != Backend::Cuda {
             return None;
         }
-        contracts.iter().for_each(|contract| bench.prepare(contract));
         // Without a place for the file nobody waits, which costs time alone.
         let file = File::create(std::env::temp_dir().join(TURN)).ok()?;
         file.lock().ok()?;
         Some(file)
+    }
+
+    /// See [`Bench::ahead`].
+    pub fn ahead(&self, contracts: &[&Contract]) -> Ahead {
+        match self {
+            Target::Cpu => Ahead::default(),
+            Target::Gpu(bench) => bench.ahead(contracts),
+        }
+    }
+
+    /// See [`Bench::folder`].
+    pub fn folder(&self) -> Option<&Path> {
+        match self {
+            Target::Cpu => None,
+            Target::Gpu(bench) => bench.folder(),
+        }
     }
 
     /// Whether it still answers: a fault in a CUDA kernel ends the device for its whole process.
@@ -294,6 +316,9 @@ impl Bench for Edited {
     }
     fn edited(&self, source: &'static str, text: String) -> Result<Changed, String> {
         self.bench.edited(source, text)
+    }
+    fn folder(&self) -> Option<&Path> {
+        self.bench.folder()
     }
     fn is_defect(&self, error: &str) -> bool {
         self.bench.is_defect(error)

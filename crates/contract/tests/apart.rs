@@ -5,6 +5,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use tf_contract::controls::Verdict;
+use tf_contract::edits::Ahead;
 use tf_contract::report::{Report, Status};
 use tf_contract::target::Target;
 use tf_contract::{Backend, Options, apart, run};
@@ -12,7 +13,8 @@ use tf_kernels::contract::Contract;
 use tf_kernels::families::CONTRACTS;
 
 const PROGRAM: &str = env!("CARGO_BIN_EXE_tf-kernel-contract");
-const KERNELS: &str = "top_k,rms_norm";
+/// One has the name of its family, which has a second.
+const KERNELS: &str = "draft_head/,rms_norm";
 
 fn options() -> Options {
     Options {
@@ -24,6 +26,8 @@ fn options() -> Options {
         replay: None,
         time: false,
         checkers: false,
+        edits: None,
+        compile_edits: None,
         launch_only: false,
         seeds: 0,
     }
@@ -42,7 +46,7 @@ fn apart(program: &Path, checker: Option<&Path>) -> (Report, Vec<String>) {
         kept.push(report.holds());
         Ok(())
     };
-    let report = apart::report(program, &contracts(), &options(), checker, say, keep).unwrap();
+    let report = apart::report(program, &contracts(), &options(), &Ahead::default(), checker, say, keep).unwrap();
     assert!(!kept.is_empty() && kept.iter().all(|holds| !holds), "a report of some parts never holds");
     (report, lines)
 }
@@ -109,17 +113,17 @@ fn what_a_checker_finds_is_counted_and_fails_the_run() {
     let (report, _) = apart(Path::new(PROGRAM), Some(&clean));
     assert!(report.holds());
     assert_eq!((report.summary.clean, report.summary.unclean), (2 * contracts().len(), 0));
-    let found = "case \"$*\" in *top_k*) echo '========= Invalid read'; echo '========= ERROR SUMMARY: 1 error'; exit 86;; esac";
+    let found = "case \"$*\" in *draft_head*) echo '========= Invalid read'; echo '========= ERROR SUMMARY: 1 error'; exit 86;; esac";
     let finds = says("finds", found);
     let (report, lines) = apart(Path::new(PROGRAM), Some(&finds));
     assert!(!report.holds());
     assert_eq!((report.summary.clean, report.summary.unclean), (2, 2));
     let check = report.checks.iter().find(|check| check.status == Status::Fail).unwrap();
     assert!(
-        check.kernel == "top_k" && check.text.contains("1 error") && check.text.contains("Invalid read"),
+        check.kernel == "draft_head" && check.text.contains("1 error") && check.text.contains("Invalid read"),
         "{check:?}"
     );
-    assert!(lines.iter().any(|line| line.starts_with("FAIL  top_k")), "{lines:?}");
+    assert!(lines.iter().any(|line| line.starts_with("FAIL  draft_head")), "{lines:?}");
     // A device that the checker does not take is a skip, and a run of nothing but skips is none.
     let refuses = script("refuses", "echo '========= Error: Device not supported'; exit 1");
     let (report, _) = apart(Path::new(PROGRAM), Some(&refuses));
@@ -134,7 +138,7 @@ fn a_control_without_a_device_is_judged_by_processes_of_its_own() {
     let _one = one_at_a_time();
     let contract = contracts()[0];
     let control = contract.controls.iter().find(|control| control.gate.name() == "value").unwrap();
-    let judged = |program: &Path| apart::judge(program, "tf-kernel-contract --backend cpu", contract, control, 1);
+    let judged = |program: &Path| apart::judge(program, "tf-kernel-contract --backend cpu", None, contract, control, 1);
     let Verdict::Red { case, .. } = judged(Path::new(PROGRAM)) else { panic!("{} is not red", control.name) };
     assert!(contract.cases.iter().any(|known| known.name == case));
     let passes = script("passes", "echo pass: 1 launches, 1 elements compared");

@@ -74,6 +74,8 @@ fn options() -> Options {
         replay: None,
         time: false,
         checkers: false,
+        edits: None,
+        compile_edits: None,
         launch_only: false,
         seeds: 0,
     }

@@ -5,6 +5,10 @@ use std::collections::HashMap;
 use std::sync::{LazyLock, Mutex, PoisonError};
 use tf_device::cuda::nvrtc;
 
+#[path = "../cubin_key.rs"]
+#[allow(dead_code)] // The build script uses the rest.
+mod cubin_key;
+
 /// A compressed cubin (zlib).
 struct Cubin {
     program: &'static str,
@@ -51,6 +55,11 @@ pub fn find(program: &str, target: &str) -> Option<&'static [u8]> {
             }
         }
     })
+}
+
+/// Bytes of the embedded code of a program, 0 where there is none: what compiling it takes goes with them.
+pub fn embedded_bytes(program: &str, target: &str) -> usize {
+    held(program, target).map_or(0, |cubin| cubin.bytes.len())
 }
 
 /// The targets that every program of this build has a cubin for.
@@ -100,6 +109,11 @@ fn source(program: &str) -> Option<&'static str> {
 /// # Errors
 /// What is missing, does not occur or did not compile.
 pub fn compile(program: &str, target: &str, edits: &[(&str, &str)]) -> Result<Vec<u8>, String> {
+    nvrtc::compile(&edited(program, edits)?, target)
+}
+
+/// The texts of a program, its source first, with some of them replaced.
+fn edited<'a>(program: &str, edits: &[(&str, &str)]) -> Result<Vec<(&'a str, String)>, String> {
     let source = source(program).ok_or_else(|| format!("there is no CUDA source called `{program}`"))?;
     let mut texts: Vec<(&str, String)> = vec![("kernel.cu", source.to_owned())];
     texts.extend(HEADERS.iter().map(|(name, text)| (*name, (*text).to_owned())));
@@ -115,7 +129,18 @@ pub fn compile(program: &str, target: &str, edits: &[(&str, &str)]) -> Result<Ve
             return Err(format!("`{from}` does not occur in the source of `{program}`"));
         }
     }
-    nvrtc::compile(&texts, target)
+    Ok(texts)
+}
+
+/// Names what [`compile`] makes: equal names are equal texts, compilers and targets.
+///
+/// # Errors
+/// As of [`compile`], before anything is compiled.
+pub fn name_of(program: &str, target: &str, edits: &[(&str, &str)]) -> Result<String, String> {
+    let mut texts = edited(program, edits)?;
+    let (_, source) = texts.remove(0);
+    let headers: Vec<(String, String)> = texts.into_iter().map(|(name, text)| (name.to_owned(), text)).collect();
+    Ok(format!("{program}.sm_{target}.{}", cubin_key::key(&headers, &source)))
 }
 
 fn held(program: &str, target: &str) -> Option<&'static Cubin> {

@@ -10,22 +10,21 @@ pub fn check(probe: &mut Probe<'_>) -> Result<(), Failure> {
     let picks = probe.all_rows();
     let plain = probe.queues.target.plain();
     let outcome = probe.launch(plain, &picks)?;
-    for (row, words) in outcome.rows.iter().enumerate() {
-        // A row may leave no output in this launch, as one that a ring has no more room for.
-        if words.is_empty() {
-            continue;
-        }
-        let (got, expected) = (probe.world.decode(row, words), probe.world.expected(row));
-        if got.len() != expected.len() {
-            let text = format!("row {row} has {} elements, and its definition {}", got.len(), expected.len());
-            return Err(Failure::Red(text));
-        }
-        for (element, (got, expected)) in got.into_iter().zip(expected).enumerate() {
-            judge(probe, row, element, got, expected)?;
+    // A row may leave no output in this launch, as one that a ring has no more room for.
+    let written: Vec<usize> = (0..outcome.rows.len()).filter(|row| !outcome.rows[*row].is_empty()).collect();
+    // What is wrong everywhere is wrong in the first row; the others are worth all cores.
+    let (first, others) = written.split_at(written.len().min(1));
+    for rows in [first, others] {
+        let world = probe.world;
+        for (row, expected) in rows.iter().zip(each_row(rows, |row| world.expected(row))) {
+            judge_row(probe, *row, &outcome.rows[*row], expected)?;
         }
     }
     let steps: Option<Vec<Vec<u32>>> = match probe.queues.target.backend() {
-        Backend::Cuda => (0..outcome.rows.len()).map(|row| probe.world.stepped(row)).collect(),
+        Backend::Cuda => {
+            let (world, rows) = (probe.world, (0..outcome.rows.len()).collect::<Vec<_>>());
+            each_row(&rows, |row| world.stepped(row)).into_iter().collect()
+        }
         Backend::Cpu | Backend::Metal => None,
     };
     if let Some(steps) = steps {
@@ -34,6 +33,35 @@ pub fn check(probe: &mut Probe<'_>) -> Result<(), Failure> {
         let mut cpu = Counted::new(&Target::Cpu, Setting::plain());
         let theirs = launch_on(probe.world, &mut cpu, Planted::NONE, Setting::plain().fill, &picks)?;
         compare_rows(&picks, &outcome.rows, &theirs.rows, "beside the CPU", &mut probe.tally)?;
+    }
+    Ok(())
+}
+
+/// What `make` makes of each row, on all cores.
+fn each_row<T: Send>(rows: &[usize], make: impl Fn(usize) -> T + Sync) -> Vec<T> {
+    let cores = std::thread::available_parallelism().map_or(1, usize::from);
+    let share = rows.len().div_ceil(cores);
+    if share < 2 {
+        return rows.iter().map(|row| make(*row)).collect();
+    }
+    std::thread::scope(|scope| {
+        let make = &make;
+        let share = |rows: &'_ [usize]| rows.iter().map(|row| make(*row)).collect::<Vec<T>>();
+        let parts: Vec<_> =
+            rows.chunks(rows.len().div_ceil(cores)).map(|rows| scope.spawn(move || share(rows))).collect();
+        let parts = parts.into_iter().map(|part| part.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)));
+        parts.flatten().collect()
+    })
+}
+
+fn judge_row(probe: &mut Probe<'_>, row: usize, words: &[u32], expected: Vec<Expected>) -> Result<(), Failure> {
+    let got = probe.world.decode(row, words);
+    if got.len() != expected.len() {
+        let text = format!("row {row} has {} elements, and its definition {}", got.len(), expected.len());
+        return Err(Failure::Red(text));
+    }
+    for (element, (got, expected)) in got.into_iter().zip(expected).enumerate() {
+        judge(probe, row, element, got, expected)?;
     }
     Ok(())
 }
