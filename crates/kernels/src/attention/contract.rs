@@ -47,6 +47,18 @@ pub const CAUSAL: Contract = Contract {
                 ("positions", 1100),
             ],
         },
+        Case {
+            name: "terms that cancel",
+            rows: 43,
+            sizes: &[
+                ("heads", 4),
+                ("head_dim", 64),
+                ("rope_dim", 16),
+                ("window", 12),
+                ("selected", 12),
+                ("cancelling", 1),
+            ],
+        },
     ],
     make,
     limits: &[],
@@ -260,6 +272,17 @@ struct Attention {
 }
 
 fn make(case: &Case, seed: u64) -> Box<dyn World> {
+    let mut world = attention(case, seed);
+    if case.size("cancelling") == 1 {
+        world.cancel(&mut Values::new(seed ^ 1));
+    }
+    Box::new(world)
+}
+
+/// Keys of a kind: positions and entries of equal remainders.
+const KINDS: usize = 4;
+
+fn attention(case: &Case, seed: u64) -> Attention {
     let mut values = Values::new(seed);
     let (heads, head_dim, window) = (case.size("heads"), case.size("head_dim"), case.size("window"));
     let (block, selected) = (case.size("block").max(1), case.size("selected"));
@@ -307,7 +330,7 @@ fn make(case: &Case, seed: u64) -> Box<dyn World> {
     let q = (0..case.rows).flat_map(|row| values.bf16(block * heads * head_dim, scale(row))).collect();
     let mut sinks = values.floats(heads, 2.0);
     sinks[heads - 1] = -110.0;
-    Box::new(Attention {
+    Attention {
         shape,
         block,
         length,
@@ -317,10 +340,45 @@ fn make(case: &Case, seed: u64) -> Box<dyn World> {
         sinks,
         frequencies: frequencies(BASE, case.size("rope_dim"), None),
         rows,
-    })
+    }
 }
 
 impl Attention {
+    /// Makes the window take away what the entries give: keys of a kind have equal first halves, which alone are asked for, and
+    /// opposite second halves. Kinds lie many binades apart, so that what is left are roundings, which another order changes.
+    fn cancel(&mut self, values: &mut Values) {
+        // 0, 1/2, 1, 3/2, 2, 3, 4 and 6, negative from 8 on.
+        const E4M3: [u8; 8] = [0x00, 0x30, 0x38, 0x3c, 0x40, 0x44, 0x48, 0x4c];
+        const ONE: (u8, u8) = (0x38, 127);
+        let head_dim = self.shape.head_dim;
+        let kinds: Vec<Vec<u8>> = (0..KINDS).map(|_| (0..head_dim).map(|_| values.below(16) as u8).collect()).collect();
+        let (bytes, entry_bytes) = (kv_store::record_bytes(head_dim), kv_compress::record_bytes(head_dim));
+        for (index, record) in self.records.chunks_mut(bytes).enumerate() {
+            let kind = &kinds[index % self.length % KINDS];
+            for (c, code) in kind.iter().enumerate() {
+                let code = if c < head_dim / 2 { *code } else { code ^ 8 };
+                record[c] = E4M3[usize::from(code & 7)] | (code & 8) << 4;
+            }
+            record[head_dim..].fill(ONE.1);
+        }
+        let per_sequence = self.length / RATIO;
+        for (index, record) in self.entries.chunks_mut(entry_bytes).enumerate() {
+            let kind = &kinds[index % per_sequence % KINDS];
+            record[..head_dim / 2].fill(0);
+            for (c, code) in kind.iter().enumerate() {
+                record[c / 32 * 16 + c % 16] |= code << (4 * (c % 32 / 16));
+            }
+            record[head_dim / 2..].fill(ONE.0);
+        }
+        for q in self.q.chunks_mut(head_dim) {
+            q[..head_dim / 2].iter_mut().for_each(|q| *q *= 2.0);
+            q[head_dim / 2..].fill(0.0);
+        }
+        for (_, _, chosen) in &mut self.rows {
+            (0..).zip(chosen).for_each(|(entry, chosen)| *chosen = entry);
+        }
+    }
+
     fn record(&self, sequence: usize, position: usize) -> &[u8] {
         let bytes = kv_store::record_bytes(self.shape.head_dim);
         &self.records[(sequence * self.length + position) * bytes..][..bytes]
@@ -353,6 +411,14 @@ impl Attention {
         };
         keys.extend(range.map(|position| self.key(sequence, position)));
         keys
+    }
+
+    /// The same keys as the steps take them: entries, and the window.
+    fn lists(&self, row: usize, position: u32) -> (Vec<Vec<f32>>, Vec<Vec<f32>>) {
+        let narrow = |key: Vec<f64>| key.into_iter().map(|value| value as f32).collect::<Vec<f32>>();
+        let mut entries: Vec<Vec<f32>> = self.keys(row, position as usize).into_iter().map(narrow).collect();
+        let window = entries.split_off(self.rows[row].2.len());
+        (entries, window)
     }
 
     /// The interval of one head's output before it is turned back.
@@ -567,12 +633,10 @@ impl World for Attention {
 
     fn stepped(&self, row: usize) -> Option<Vec<u32>> {
         let Shape { heads, head_dim, .. } = self.shape;
-        let narrow = |key: Vec<f64>| key.into_iter().map(|value| value as f32).collect::<Vec<f32>>();
         let mut words = Vec::new();
         for i in 0..self.block {
             let position = self.rows[row].1 + i as u32;
-            let mut entries: Vec<Vec<f32>> = self.keys(row, position as usize).into_iter().map(narrow).collect();
-            let window = entries.split_off(self.rows[row].2.len());
+            let (entries, window) = self.lists(row, position);
             let q = &self.q[(row * self.block + i) * heads * head_dim..][..heads * head_dim];
             let out = steps::row(q, &entries, &window, &self.sinks, position, &self.frequencies);
             words.extend(out.into_iter().map(f32::to_bits));
@@ -586,4 +650,30 @@ impl World for Attention {
         let width = self.shape.heads * self.shape.head_dim;
         Work { bytes: self.q.len() * 8 + keys * self.shape.head_dim, multiply_adds: 2 * keys * width }
     }
+}
+
+/// What the mirror takes of one row.
+#[cfg(test)]
+pub(super) struct CancelRow {
+    pub q: Vec<f32>,
+    pub entries: Vec<Vec<f32>>,
+    pub window: Vec<Vec<f32>>,
+    pub sinks: Vec<f32>,
+    pub position: u32,
+    pub frequencies: Vec<f32>,
+}
+
+/// The rows of a causal case that cancels.
+#[cfg(test)]
+pub(super) fn cancelling_rows(case: &Case, seed: u64) -> Vec<CancelRow> {
+    let mut world = attention(case, seed);
+    world.cancel(&mut Values::new(seed ^ 1));
+    let width = world.shape.heads * world.shape.head_dim;
+    let row = |row: usize| {
+        let position = world.rows[row].1;
+        let (entries, window) = world.lists(row, position);
+        let (q, sinks) = (world.q[row * width..][..width].to_vec(), world.sinks.clone());
+        CancelRow { q, entries, window, sinks, position, frequencies: world.frequencies.clone() }
+    };
+    (0..case.rows).map(row).collect()
 }

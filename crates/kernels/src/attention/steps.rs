@@ -95,6 +95,19 @@ pub fn row(
     position: u32,
     frequencies: &[f32],
 ) -> Vec<f32> {
+    row_by(mix, q, entries, window, sinks, position, frequencies)
+}
+
+/// As [`row`], with the mix of exponentials and keys by place, of a head's columns.
+fn row_by(
+    mix: fn(&[f32], &[Option<Vec<u16>>], usize) -> Vec<f32>,
+    q: &[f32],
+    entries: &[Vec<f32>],
+    window: &[Vec<f32>],
+    sinks: &[f32],
+    position: u32,
+    frequencies: &[f32],
+) -> Vec<f32> {
     let head_dim = q.len() / sinks.len();
     let folded = |key: &Vec<f32>| Some(key.iter().map(|&k| bf16::from_f32(k / FOLD)).collect::<Vec<u16>>());
     let mut places: Vec<Option<Vec<u16>>> = entries.iter().map(folded).collect();
@@ -193,4 +206,32 @@ fn key(record: &[u8], head_dim: usize) -> Vec<f32> {
         }
     }
     key
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::contract::{CAUSAL, CancelRow, cancelling_rows};
+    use super::*;
+
+    /// The last sixteen places first.
+    fn backwards(exponentials: &[f32], places: &[Option<Vec<u16>>], head_dim: usize) -> Vec<f32> {
+        let exponentials: Vec<f32> = exponentials.chunks(STEP).rev().flatten().copied().collect();
+        let places: Vec<Option<Vec<u16>>> = places.chunks(STEP).rev().flatten().cloned().collect();
+        mix(&exponentials, &places, head_dim)
+    }
+
+    /// What a planted edit of the CUDA source does: a case must show it, in rows of launches that mix many.
+    #[test]
+    fn the_window_before_the_entries_shows_where_terms_cancel() {
+        let case = CAUSAL.cases.iter().find(|case| case.size("cancelling") == 1).expect("a case that cancels");
+        let rows = cancelling_rows(case, 1);
+        assert!(rows.len() > 32, "as many rows as the kernel of many takes");
+        let shown = rows.iter().map(|CancelRow { q, entries, window, sinks, position, frequencies }| {
+            let row = |mix| row_by(mix, q, entries, window, sinks, *position, frequencies);
+            let (declared, other) = (row(mix), row(backwards));
+            declared.iter().zip(&other).filter(|(a, b)| a.to_bits() != b.to_bits()).count()
+        });
+        let shown: Vec<usize> = shown.collect();
+        assert!(shown.iter().sum::<usize>() >= 10, "outputs that differ, by row: {shown:?}");
+    }
 }

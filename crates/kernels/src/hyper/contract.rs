@@ -141,8 +141,9 @@ pub const COLLAPSE: Contract = Contract {
         Case { name: "wide", rows: 128, sizes: &[("hidden", 256)] },
         Case { name: "small", rows: 5, sizes: &[("hidden", 32)] },
         Case { name: "on the edges of bf16", rows: 16, sizes: &[("hidden", 512), ("edges", 1)] },
+        Case { name: "quads on the edges", rows: 40, sizes: &[("hidden", 256), ("quads", 1)] },
     ],
-    make: |case, seed| Box::new(Collapse(on_edges(make(case, seed), case))),
+    make: |case, seed| Box::new(Collapse(quads_on_edges(case, on_edges(make(case, seed), case)))),
     limits: &[],
     controls: &[
         Control::value("collapses with the mix of the next row"),
@@ -535,6 +536,42 @@ impl World for Expand {
 }
 
 struct Collapse(Streams);
+
+/// In a case of quads three squares of a quad are each a bit less than what the first would notice, and together more; and
+/// every weight of the norm puts one row's output into the middle between two bf16 values, so that the last bit of that row's
+/// sum of squares shows.
+fn quads_on_edges(case: &Case, mut streams: Streams) -> Streams {
+    if case.size("quads") == 0 {
+        return streams;
+    }
+    let (hidden, mut values) = (streams.hidden, Values::new(case.rows as u64));
+    for (row, mix) in streams.streams.chunks_mut(STREAMS * hidden).zip(streams.mix.chunks(STREAMS)) {
+        row.fill(0.0);
+        for (column, first) in row[..hidden].iter_mut().enumerate() {
+            let wanted = match column % 4 {
+                0 => 1.1 + 0.25 * values.unit(),
+                _ => (0.94 + 0.03 * values.unit()) / 4096.0,
+            };
+            *first = bf16(f64::from(wanted / mix[0])) as f32;
+        }
+    }
+    let weights = streams.norm.clone();
+    for row in 0..case.rows {
+        let own = streams.row(&streams.streams, row, STREAMS * hidden);
+        let edges = mirror::edges(own, streams.row(&streams.mix, row, STREAMS), &weights, NORM_EPS);
+        for column in (row..hidden).step_by(case.rows) {
+            streams.norm[column] = edges[column];
+        }
+    }
+    streams
+}
+
+/// The streams, mixes and weights of a case.
+#[cfg(test)]
+pub(super) fn collapse_inputs(case: &Case, seed: u64) -> (Vec<f32>, Vec<f32>, Vec<f32>) {
+    let Streams { streams, mix, norm, .. } = quads_on_edges(case, make(case, seed));
+    (streams, mix, norm)
+}
 
 impl World for Collapse {
     fn launch(&self, stage: &mut Stage<'_>, picks: &[Pick], fault: Fault) -> Result<(), String> {

@@ -56,12 +56,17 @@ fn fold_parts(parts: impl Iterator<Item = f32>) -> f32 {
 
 /// The sum of squares of rows of equal length, side by side.
 fn squares(rows: &[&[f32]]) -> f32 {
+    squares_in([0, 1, 2, 3], rows)
+}
+
+/// As [`squares`], a quad's columns in some order.
+fn squares_in(order: [usize; QUAD], rows: &[&[f32]]) -> f32 {
     let columns = rows[0].len();
     let segment = |start: usize| {
         let mut lanes = [0.0_f32; SEGMENT / QUAD];
         for (lane, quad) in lanes.iter_mut().zip((start..columns).step_by(QUAD)) {
             for row in rows {
-                *lane = row[quad..quad + QUAD].iter().fold(*lane, |sum, x| x.mul_add(*x, sum));
+                *lane = order.iter().map(|i| row[quad + i]).fold(*lane, |sum, x| x.mul_add(x, sum));
             }
         }
         fold(lanes)
@@ -99,6 +104,18 @@ fn collapse(streams: &[f32], mix: &[f32], norm: &[f32], eps: f32) -> [Vec<f32>; 
     let mut quantised = normed.clone();
     round_row(Level::Scalar, Format::Fp8, &mut quantised);
     [collapsed, normed, quantised]
+}
+
+/// Of a row, column by column: what `norm` must be so that the norm of the row lies in the middle between two bf16 values, where
+/// one unit of the last place of the sum of squares decides.
+pub(super) fn edges(streams: &[f32], mix: &[f32], norm: &[f32], eps: f32) -> Vec<f32> {
+    let [collapsed, normed, _] = collapse(streams, mix, norm, eps);
+    let factor = inverse_rms(squares(&[&collapsed]), norm.len(), eps);
+    let edge = |((u, normed), norm): ((&f32, &f32), &f32)| match *u == 0.0 {
+        true => *norm,
+        false => f32::from_bits(normed.to_bits() | 0x8000) / (u * factor),
+    };
+    collapsed.iter().zip(&normed).zip(norm).map(edge).collect()
 }
 
 /// As [`super::launch_enter`] on CUDA, with buffers of the host. The scratch is left as it is.
@@ -168,6 +185,7 @@ pub fn collapse_rows(args: CollapseArgs<'_>) {
 
 #[cfg(test)]
 mod tests {
+    use super::super::contract::COLLAPSE;
     use super::*;
     use crate::testing::Values;
 
@@ -221,5 +239,21 @@ mod tests {
         // Chunks come last: 0 and 2 fold before 1 joins.
         assert_eq!(at(&[(0, huge), (640, -huge), (320, one)]), 1.0);
         assert_eq!(at(&[(0, huge), (320, -huge), (640, one)]), 0.0);
+    }
+
+    /// What a planted edit of the CUDA source does: a case must show it.
+    #[test]
+    fn a_quad_squared_from_its_end_shows_on_the_edges() {
+        let case = COLLAPSE.cases.iter().find(|case| case.size("quads") == 1).expect("a case of quads");
+        let (streams, mix, norm) = super::super::contract::collapse_inputs(case, 1);
+        let width = STREAMS * norm.len();
+        let shown = streams.chunks(width).zip(mix.chunks(STREAMS)).map(|(streams, mix)| {
+            let [collapsed, normed, _] = collapse(streams, mix, &norm, 1e-6);
+            let factor = inverse_rms(squares_in([3, 2, 1, 0], &[&collapsed]), norm.len(), 1e-6);
+            let other = collapsed.iter().zip(&norm).map(|(u, norm)| bf16::round(norm * (u * factor)));
+            other.zip(&normed).filter(|(other, normed)| other.to_bits() != normed.to_bits()).count()
+        });
+        let shown: usize = shown.sum();
+        assert!(shown >= 10, "{shown} outputs differ");
     }
 }

@@ -55,8 +55,8 @@ pub const TOP_K: Contract = Contract {
         cuda("ties go to the larger index (CUDA)", "if (rank >= left)", "if (rank + left < inside)"),
         cuda(
             "lets the newest block go (CUDA)",
-            "if (end >= seen) return order_key(infinite());",
-            "if (end >= seen) return LEAST_KEPT;",
+            "8 * (b + k) + 8 >= seen ? order_key(infinite())",
+            "8 * (b + k) + 8 >= seen ? LEAST_KEPT",
         ),
         cuda(
             "leaves the last chunk of a warp out (CUDA)",
