@@ -107,7 +107,8 @@ impl Bench for Cuda {
     }
 
     fn can_edit(&self) -> Result<(), String> {
-        match tf_device::cuda::nvrtc::is_present() {
+        // A folder that was brought along has them compiled.
+        match !self.is_own || tf_device::cuda::nvrtc::is_present() {
             true => Ok(()),
             false => Err("edited CUDA sources need NVRTC (libnvrtc.so), which this machine does not have".to_owned()),
         }

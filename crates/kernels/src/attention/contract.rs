@@ -370,10 +370,8 @@ impl Attention {
             }
             record[head_dim / 2..].fill(ONE.0);
         }
-        for q in self.q.chunks_mut(head_dim) {
-            q[..head_dim / 2].iter_mut().for_each(|q| *q *= 2.0);
-            q[head_dim / 2..].fill(0.0);
-        }
+        self.q = values.bf16(self.q.len(), 6.0);
+        self.q.chunks_mut(head_dim).for_each(|q| q[head_dim / 2..].fill(0.0));
         for (_, _, chosen) in &mut self.rows {
             (0..).zip(chosen).for_each(|(entry, chosen)| *chosen = entry);
         }

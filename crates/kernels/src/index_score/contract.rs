@@ -29,6 +29,11 @@ pub const INDEX_SCORE: Contract = Contract {
             rows: 7,
             sizes: &[("heads", 20), ("head_dim", 96), ("entries", 50), ("ratio", 1), ("scale", 40)],
         },
+        Case {
+            name: "scales far apart",
+            rows: 9,
+            sizes: &[("heads", 8), ("head_dim", 128), ("entries", 40), ("ratio", 1), ("apart", 20)],
+        },
     ],
     make: make_scores,
     limits: &[],
@@ -194,6 +199,9 @@ fn make(case: &Case, seed: u64, whole: bool) -> Index {
         // Whole numbers: one scale, so that every score is exact and ties are real.
         let scales = if whole {
             vec![127; entries * head_dim / 32]
+        } else if case.size("apart") > 0 {
+            // A dot product then has more bits than leave its product with a weight exact.
+            (0..entries * head_dim / 32).map(|_| (117 + values.below(case.size("apart"))) as u8).collect()
         } else {
             values.e8m0(entries * head_dim / 32, case.size("scale") as i32 - 3)
         };
@@ -319,6 +327,22 @@ impl Index {
         let bytes = self.keys.iter().map(|(codes, scales)| codes.len() + scales.len()).sum::<usize>() + 4 * seen;
         Work { bytes, multiply_adds: seen * self.heads * self.head_dim }
     }
+}
+
+/// What the mirror takes of each row of a case of scores: its queries and weights, and the keys that it sees.
+#[cfg(test)]
+pub(super) fn scored_rows(case: &Case, seed: u64) -> Vec<(Vec<f32>, Vec<f32>, Vec<Vec<f32>>)> {
+    let index = make(case, seed, false);
+    let (heads, head_dim) = (index.heads, index.head_dim);
+    let row = |row: usize| {
+        let keys = (0..index.seen(row)).map(|entry| {
+            let key = index.key(Index::sequence(row), entry);
+            key.into_iter().map(|value| value as f32).collect::<Vec<f32>>()
+        });
+        let queries = index.queries[row * heads * head_dim..][..heads * head_dim].to_vec();
+        (queries, index.weights[row * heads..][..heads].to_vec(), keys.collect())
+    };
+    (0..index.rows).map(row).collect()
 }
 
 /// A launch's view of the index.

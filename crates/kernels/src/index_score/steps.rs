@@ -38,6 +38,11 @@ impl Query<'_> {
 
     /// The score of one key.
     pub(super) fn score(&self, key: &Chain) -> f32 {
+        self.score_by(f32::mul_add, key)
+    }
+
+    /// As [`Query::score`], with what adds a head's product to a sum.
+    fn score_by(&self, add: fn(f32, f32, f32) -> f32, key: &Chain) -> f32 {
         let mut partial = [0f32; 4];
         for head in 0..self.heads.len().next_multiple_of(16) {
             let (weight, dot) = match self.heads.get(head) {
@@ -48,7 +53,7 @@ impl Query<'_> {
                 }
             };
             let sum = &mut partial[head % 8 / 2];
-            *sum = f32::mul_add(weight, dot, *sum);
+            *sum = add(weight, dot, *sum);
         }
         (partial[0] + partial[1]) + (partial[2] + partial[3])
     }
@@ -107,7 +112,26 @@ pub(super) fn run(args: Args<'_>) {
 
 #[cfg(test)]
 mod tests {
+    use super::super::contract::{INDEX_SCORE, scored_rows};
     use super::*;
+
+    /// What a planted edit of the CUDA source does: a case must show it.
+    #[test]
+    fn a_product_rounded_by_itself_shows_where_scales_lie_far_apart() {
+        let case = INDEX_SCORE.cases.iter().find(|case| case.size("apart") > 0).expect("a case with scales far apart");
+        let head_dim = case.size("head_dim");
+        let (mut shown, mut scores) = (0, 0);
+        for (queries, weights, keys) in scored_rows(case, 1) {
+            let query = Query::new(&queries, &weights, head_dim);
+            for key in keys {
+                let key = chain(head_dim, |column| bf16::from_f32(key[column]));
+                let apart = query.score_by(|weight, dot, sum| weight * dot + sum, &key);
+                shown += usize::from(apart.to_bits() != query.score(&key).to_bits());
+                scores += 1;
+            }
+        }
+        assert!(shown >= 10, "{shown} of {scores} scores differ");
+    }
 
     #[test]
     fn each_column_is_taken_once_and_in_its_own_group() {

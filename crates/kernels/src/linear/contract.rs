@@ -65,20 +65,20 @@ pub(crate) const CUDA_ROUNDING: Control = Control::cuda(
     "const float value = sum[tile][i];",
 );
 /// See [`CUDA_ROUNDING`].
-pub(crate) const CUDA_THIRD_TILE: Control = Control::cuda(
-    "starts the third tile of rows elsewhere (CUDA)",
+pub(crate) const CUDA_THREE_ROWS: Control = Control::cuda(
+    "starts three and more rows elsewhere (CUDA)",
     Gate::Geometry,
     include_str!("../shared/slab.cuh"),
     "for (int i = 0; i < 4; i++) acc[tile][i] = 0.0f;",
-    "for (int i = 0; i < 4; i++) acc[tile][i] = tile > 1 ? 1.0f : 0.0f;",
+    "for (int i = 0; i < 4; i++) acc[tile][i] = shape.rows > 2 ? 1.0f : 0.0f;",
 );
 /// See [`CUDA_ROUNDING`].
-pub(crate) const CUDA_TILE_STEPS: Control = Control::cuda(
-    "multiplies with the inputs of another step in tiles (CUDA)",
+pub(crate) const CUDA_SPLIT_STEPS: Control = Control::cuda(
+    "multiplies with the inputs of another step (CUDA)",
     Gate::Value,
-    include_str!("../shared/flow.cuh"),
-    "low[m] + 4 * k, descriptor + 2 * k",
-    "low[m] + 4 * k, descriptor + 2 * (k ^ 1)",
+    include_str!("../shared/split.cuh"),
+    "now[m] + 4 * k, descriptor + 2 * k",
+    "now[m] + 4 * k, descriptor + 2 * (k ^ 1)",
 );
 /// See [`CUDA_ROUNDING`].
 pub(crate) const CUDA_FOLD: Control = Control::cuda(

@@ -2,8 +2,8 @@
 
 use crate::contract::*;
 use crate::linear::contract::{
-    BOUND, CASES, CUDA_FOLD, CUDA_ROUNDING, CUDA_SCALE, CUDA_THIRD_TILE, CUDA_TILE_STEPS, Format, ORDER,
-    SCALED_CONTROLS, make, metal_dot,
+    BOUND, CASES, CUDA_FOLD, CUDA_ROUNDING, CUDA_SCALE, CUDA_SPLIT_STEPS, CUDA_THREE_ROWS, CUDA_TILE_STEPS, Format,
+    ORDER, SCALED_CONTROLS, make, metal_dot,
 };
 
 pub const LINEAR_FP8: Contract = Contract {
@@ -33,8 +33,8 @@ pub const LINEAR_FP8: Contract = Contract {
             "const float scale = WHOLE || g + 1u < groups ? e8m0_value(scales[g]) : 1.0f;",
         ),
         CUDA_ROUNDING,
-        CUDA_THIRD_TILE,
-        CUDA_TILE_STEPS,
+        CUDA_THREE_ROWS,
+        CUDA_SPLIT_STEPS,
         CUDA_FOLD,
         CUDA_SCALE,
     ],

@@ -232,7 +232,7 @@ fn cancel(world: &mut Experts, values: &mut Values) {
     let order = values.distinct(hidden, hidden);
     let pairs: Vec<(usize, usize)> = order.as_chunks().0.iter().map(|&[a, b]| (a as usize, b as usize)).collect();
     // Of all rows alike; a pair's inputs make up for it, over many binades.
-    let exponents: Vec<i32> = (0..groups).map(|_| values.below(7) as i32 - 3).collect();
+    let exponents: Vec<i32> = (0..groups).map(|_| values.below(7) as i32 - 5).collect();
     for row in world.x.chunks_exact_mut(hidden) {
         for &(a, b) in &pairs {
             row[a] *= f32::from_bits((127 + values.below(16) as u32) << 23);
