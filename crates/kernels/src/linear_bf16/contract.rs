@@ -2,8 +2,7 @@
 
 use crate::contract::*;
 use crate::linear::contract::{
-    BOUND, CASES, CONTROLS, CUDA_FOLD, CUDA_ROUNDING, CUDA_SPLIT_STEPS, CUDA_THREE_ROWS, CUDA_TILE_STEPS, Format,
-    ORDER, make, metal_dot,
+    BOUND, CASES, CONTROLS, CUDA_FOLD, CUDA_ROUNDING, CUDA_SPLIT_STEPS, CUDA_THREE_ROWS, Format, ORDER, make, metal_dot,
 };
 
 pub const LINEAR_BF16: Contract = Contract {

@@ -101,13 +101,11 @@ impl Subject {
     }
 
     fn plain(&self, fault: Fault) -> Result<Lease<'_>, String> {
-        self.model(Options {
-            fault,
-            round_rows: 320,
-            context: 1024.min(self.context()),
-            slots: 8,
-            ..self.options.clone()
-        })
+        self.with_slots(8, fault)
+    }
+
+    fn with_slots(&self, slots: u32, fault: Fault) -> Result<Lease<'_>, String> {
+        self.model(Options { fault, round_rows: 320, context: 1024.min(self.context()), slots, ..self.options.clone() })
     }
 
     fn context(&self) -> u32 {
@@ -295,14 +293,15 @@ fn any_split(subject: &Subject, fault: Fault) -> Result<Evidence, String> {
     evidence.complete()
 }
 
-/// 2, 3 and 8 sequences together = each alone, joining and leaving at different rounds.
+/// 2, 3, 8 and 16 sequences together = each alone, joining and leaving at different rounds.
 fn company(subject: &Subject, fault: Fault) -> Result<Evidence, String> {
     let mut evidence = Evidence::new();
-    let mut model = subject.plain(fault)?;
-    for &count in subject.extent.pick(&[2usize, 4][..], &[2, 3, 8], &[2, 3, 8]) {
+    let counts = subject.extent.pick(&[2usize, 4][..], &[2, 3, 8], &[2, 3, 8, 16]);
+    let mut model = subject.with_slots(counts.iter().map(|count| *count as u32).fold(8, u32::max), fault)?;
+    for &count in counts {
         let length = subject.extent.pick(20, 40, 40);
         let sequences: Vec<&[u32]> =
-            (0..count).map(|index| &subject.tokens[13 * index..13 * index + length + 7 * (index % 3)]).collect();
+            (0..count).map(|index| &subject.tokens[11 * index..11 * index + length + 7 * (index % 3)]).collect();
         let mut wanted: Vec<Vec<RowBits>> = Vec::new();
         for tokens in &sequences {
             wanted.push(feed_all(&mut model, 0, 0, tokens, 1)?);
