@@ -352,7 +352,7 @@ pub fn run(arguments: &[String]) -> Result<()> {
     }
     let binaries = binaries.map_or_else(built, Ok)?;
     fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
-    report(&wanted, &folder, &binaries, gpus())
+    report(&wanted, &folder, &binaries, &gpus())
 }
 
 /// Builds the programs and returns their folder.
@@ -380,16 +380,22 @@ fn executable(messages: &str) -> Option<String> {
     lines.filter_map(|message| Some(message.get("executable")?.as_str()?.to_owned())).last()
 }
 
-/// How many GPUs the machine shows.
-fn gpus() -> usize {
-    let output = Command::new("nvidia-smi").arg("-L").stdin(Stdio::null()).output();
-    let count = |text: &[u8]| String::from_utf8_lossy(text).lines().filter(|line| line.starts_with("GPU ")).count();
-    output.map_or(1, |output| count(&output.stdout).max(1))
+/// The names of the GPUs that may be used: those of CUDA_VISIBLE_DEVICES, else the indices that nvidia-smi shows.
+fn gpus() -> Vec<String> {
+    match std::env::var("CUDA_VISIBLE_DEVICES") {
+        Ok(names) => names.split(',').map(|name| name.trim().to_owned()).collect(),
+        Err(_) => {
+            let output = Command::new("nvidia-smi").arg("-L").stdin(Stdio::null()).output();
+            let text = output.map(|output| String::from_utf8_lossy(&output.stdout).into_owned()).unwrap_or_default();
+            let count = text.lines().filter(|line| line.starts_with("GPU ")).count();
+            (0..count).map(|index| index.to_string()).collect()
+        }
+    }
 }
 
 /// Runs the steps and writes `report.md` after each, so that a run that is broken off leaves what it has.
-fn report(steps: &[&Step], folder: &Path, binaries: &Path, gpus: usize) -> Result<()> {
-    let is_shared = gpus < 2;
+fn report(steps: &[&Step], folder: &Path, binaries: &Path, gpus: &[String]) -> Result<()> {
+    let is_shared = gpus.len() < 2;
     let (timed, checks): (Vec<usize>, Vec<usize>) = (0..steps.len()).partition(|index| steps[*index].is_timed);
     let of = |indices: &[usize]| indices.iter().map(|index| steps[*index].seconds).sum::<u64>();
     let (of_checks, of_times) = (of(&checks) / CHECKS_AT_ONCE.min(2) as u64, of(&timed));
@@ -405,7 +411,7 @@ fn report(steps: &[&Step], folder: &Path, binaries: &Path, gpus: usize) -> Resul
     let queue = |indices: &[usize]| Mutex::new(indices.iter().copied().collect::<VecDeque<usize>>());
     let (checks, timed) = (queue(&checks), queue(&timed));
     let (sender, receiver) = channel();
-    let work = |queue: &Mutex<VecDeque<usize>>, gpu: Option<usize>, sender: std::sync::mpsc::Sender<_>| {
+    let work = |queue: &Mutex<VecDeque<usize>>, gpu: Option<&str>, sender: std::sync::mpsc::Sender<_>| {
         let next = || queue.lock().unwrap_or_else(PoisonError::into_inner).pop_front();
         while let Some(index) = next() {
             say(format!("{} (about {} s) ...", steps[index].title, steps[index].seconds));
@@ -415,7 +421,7 @@ fn report(steps: &[&Step], folder: &Path, binaries: &Path, gpus: usize) -> Resul
         }
     };
     let written = std::thread::scope(|scope| {
-        let second = if is_shared { None } else { Some(1) };
+        let [first, second] = if is_shared { [None; 2] } else { [0, 1].map(|gpu| Some(gpus[gpu].as_str())) };
         let (checks, timed, work) = (&checks, &timed, &work);
         let others: Vec<_> = (0..CHECKS_AT_ONCE)
             .map(|_| {
@@ -428,7 +434,7 @@ fn report(steps: &[&Step], folder: &Path, binaries: &Path, gpus: usize) -> Resul
                 // A panic there shows when the scope ends.
                 others.into_iter().for_each(|other| drop(other.join()));
             }
-            work(timed, second.map(|_| 0), sender);
+            work(timed, first, sender);
         });
         for (index, result) in receiver {
             let (end, output) = result?;
@@ -481,8 +487,8 @@ fn write(steps: &[&Step], ends: &[Option<(End, String)>], beside: &str, folder: 
         .with_context(|| format!("cannot write {}", place.display()))
 }
 
-/// Runs one step, on the GPU of this index or on those that there are, and returns what it printed.
-fn perform(step: &Step, folder: &Path, binaries: &Path, gpu: Option<usize>) -> Result<(End, String)> {
+/// Runs one step, on the GPU of this name or on those that there are, and returns what it printed.
+fn perform(step: &Step, folder: &Path, binaries: &Path, gpu: Option<&str>) -> Result<(End, String)> {
     if step.program == "python3" && !has_peers() {
         return Ok((End::Skipped("python3 has no torch and triton here".to_owned()), String::new()));
     }
@@ -508,12 +514,12 @@ fn perform(step: &Step, folder: &Path, binaries: &Path, gpu: Option<usize>) -> R
     Ok((End::Done { succeeded, how, seconds: started.elapsed().as_secs_f64() }, output))
 }
 
-fn command(step: &Step, way: &[&str], folder: &Path, binaries: &Path, gpu: Option<usize>) -> Result<Command> {
+fn command(step: &Step, way: &[&str], folder: &Path, binaries: &Path, gpu: Option<&str>) -> Result<Command> {
     let program = if step.program == "python3" { PathBuf::from(step.program) } else { binaries.join(step.program) };
     let mut command = Command::new(program);
     command.args(step.arguments.iter().map(|word| word.replace("{}", &folder.display().to_string()))).args(way);
     if let Some(gpu) = gpu {
-        command.env("CUDA_VISIBLE_DEVICES", gpu.to_string());
+        command.env("CUDA_VISIBLE_DEVICES", gpu);
     }
     if step.program == MODEL_TESTS {
         // Where its recorded values are, wherever it was built.
@@ -589,7 +595,7 @@ mod tests {
             Step { record: "good.json", is_markdown: true, ..step("Second", "good", &["--out", "{}/good.json"]) },
             step("Third", "gone", &[]),
         ];
-        let error = report(&steps.each_ref(), &folder, &binaries, 1).unwrap_err().to_string();
+        let error = report(&steps.each_ref(), &folder, &binaries, &[]).unwrap_err().to_string();
         assert_eq!(error, "2 of 3 steps failed");
         let text = fs::read_to_string(folder.join("report.md")).unwrap();
         assert!(text.contains("| First | FAILED: exit status: 3 |") && text.contains("```text\nwhy\n```"), "{text}");
@@ -611,10 +617,21 @@ mod tests {
             Step { name: "one", ..step("One", "check", &["{}/a", "{}/b"]) },
             Step { name: "other", ..step("Other", "check", &["{}/b", "{}/a"]) },
         ];
-        report(&steps.each_ref(), &folder, &folder, 1).unwrap();
+        report(&steps.each_ref(), &folder, &folder, &[]).unwrap();
         let text = fs::read_to_string(folder.join("report.md")).unwrap();
         let places = ["| Alone | ok", "| One | ok", "| Other | ok"].map(|row| text.find(row).expect("a row"));
         assert!(places.is_sorted(), "a report has the order of the steps: {text}");
+        fs::remove_dir_all(&folder).unwrap();
+    }
+
+    #[test]
+    fn a_second_gpu_takes_the_checks() {
+        let folder = folder("gpus");
+        program(&folder, "where", "echo GPU $CUDA_VISIBLE_DEVICES");
+        let steps = [Step { name: "time", is_timed: true, ..step("Time", "where", &[]) }, step("Check", "where", &[])];
+        report(&steps.each_ref(), &folder, &folder, &["3".to_owned(), "5".to_owned()]).unwrap();
+        let said = ["time", "where"].map(|name| fs::read_to_string(folder.join(format!("{name}.txt"))).unwrap());
+        assert_eq!(said, ["GPU 3\n", "GPU 5\n"]);
         fs::remove_dir_all(&folder).unwrap();
     }
 
@@ -624,11 +641,11 @@ mod tests {
         program(&folder, "says", "echo \"PASS: 2 passed; model on $1; digest $2\"");
 
         let same = Step { ways: &[&["cuda", "ab"], &["cuda", "ab"]], ..step("Ways", "says", &[]) };
-        report(&[&same], &folder, &folder, 1).unwrap();
+        report(&[&same], &folder, &folder, &[]).unwrap();
         const OTHERS: [&[&[&str]]; 2] = [&[&["cuda", "ab"], &["cuda", "ac"]], &[&["cuda", "ab"], &["cpu", "ab"]]];
         for ways in OTHERS {
             let step = Step { ways, ..step("Ways", "says", &[]) };
-            report(&[&step], &folder, &folder, 1).unwrap_err();
+            report(&[&step], &folder, &folder, &[]).unwrap_err();
         }
         assert!(fs::read_to_string(folder.join("report.md")).unwrap().contains("2 runs ended with"));
         fs::remove_dir_all(&folder).unwrap();
@@ -638,7 +655,7 @@ mod tests {
     fn what_is_not_here_is_skipped_and_what_cargo_built_is_found() {
         let folder = folder("needs");
         let step = Step { needs: "no such folder", ..step("Absent", "gone", &[]) };
-        report(&[&step], &folder, &folder, 1).unwrap();
+        report(&[&step], &folder, &folder, &[]).unwrap();
         assert!(
             fs::read_to_string(folder.join("report.md")).unwrap().contains("skipped: there is no no such folder here")
         );
