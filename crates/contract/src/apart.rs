@@ -87,37 +87,10 @@ pub fn report(
     fs::create_dir_all(&edits).map_err(|error| format!("cannot make {}: {error}", edits.display()))?;
     let options = &options;
     let compilers = Compilers::start(program, options, ahead, &edits);
-    let programs = ahead.programs.iter().cloned().chain(std::iter::repeat((0, Vec::new())));
-    let proof = |(contract, (compiling, names)): (&&'static Contract, _)| Proof { contract, compiling, names };
-    let mut proofs: Vec<Proof> = contracts.iter().zip(programs).map(proof).collect();
-    // As they are compiled: those whose edits take the longest come last.
-    proofs.sort_by_key(|proof| proof.compiling);
-    let mut watches = Vec::new();
-    if let Some(checker) = checker {
-        let groups = contracts.chunks(contracts.len().div_ceil(WATCHED_AT_ONCE));
-        let tools = |group: &[&'static Contract]| CHECKERS.map(|tool| Task::Watch(group.to_vec(), checker, tool));
-        watches.extend(groups.flat_map(tools));
-        watches.reverse();
-    }
-    let count = proofs.len() + watches.len();
+    let pending = Pending::new(contracts, ahead, checker);
+    let count = pending.count();
     let workers = std::thread::available_parallelism().map_or(1, usize::from).min(AT_ONCE_MAX).min(count);
-    let pending = Mutex::new((proofs, watches));
-    // A proof whose edits are there, or any once nobody compiles; checkers when no proof is left.
-    let take = || loop {
-        let mut pending = pending.lock().unwrap_or_else(PoisonError::into_inner);
-        let (proofs, watches) = &mut *pending;
-        if proofs.is_empty() {
-            return watches.pop();
-        }
-        let all_done = compilers.are_done();
-        if let Some(index) =
-            proofs.iter().position(|proof| all_done || proof.names.iter().all(|name| is_there(&edits, name)))
-        {
-            return Some(Task::Prove(proofs.remove(index).contract));
-        }
-        drop(pending);
-        std::thread::sleep(PAUSE);
-    };
+    let take = || pending.take(&compilers, &edits);
     let (mut parts, mut kept) = (Vec::new(), Ok(()));
     let (next, (sender, receiver)) = (AtomicUsize::new(0), channel());
     std::thread::scope(|scope| {
@@ -152,6 +125,50 @@ pub fn report(
     // What is left there is of no use, and of no harm.
     let _ = fs::remove_dir_all(&folder);
     Ok(whole(options, contracts, &parts, started.elapsed()))
+}
+
+/// What nobody has begun.
+struct Pending<'a>(Mutex<(Vec<Proof>, Vec<Task<'a>>)>);
+
+impl<'a> Pending<'a> {
+    fn new(contracts: &[&'static Contract], ahead: &Ahead, checker: Option<&'a Path>) -> Pending<'a> {
+        let programs = ahead.programs.iter().cloned().chain(std::iter::repeat((0, Vec::new())));
+        let proof = |(contract, (compiling, names)): (&&'static Contract, _)| Proof { contract, compiling, names };
+        let mut proofs: Vec<Proof> = contracts.iter().zip(programs).map(proof).collect();
+        // As they are compiled: those whose edits take the longest come last.
+        proofs.sort_by_key(|proof| proof.compiling);
+        let mut watches = Vec::new();
+        if let Some(checker) = checker {
+            let groups = contracts.chunks(contracts.len().div_ceil(WATCHED_AT_ONCE));
+            let tools = |group: &[&'static Contract]| CHECKERS.map(|tool| Task::Watch(group.to_vec(), checker, tool));
+            watches.extend(groups.flat_map(tools));
+            watches.reverse();
+        }
+        Pending(Mutex::new((proofs, watches)))
+    }
+
+    fn count(&self) -> usize {
+        let pending = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        pending.0.len() + pending.1.len()
+    }
+
+    /// A proof whose edits are there, or any once nobody compiles; checkers when no proof is left.
+    fn take(&self, compilers: &Compilers, edits: &Path) -> Option<Task<'a>> {
+        loop {
+            let mut pending = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+            let (proofs, watches) = &mut *pending;
+            if proofs.is_empty() {
+                return watches.pop();
+            }
+            let all_done = compilers.are_done();
+            let is_ready = |proof: &Proof| all_done || proof.names.iter().all(|name| is_there(edits, name));
+            if let Some(index) = proofs.iter().position(is_ready) {
+                return Some(Task::Prove(proofs.remove(index).contract));
+            }
+            drop(pending);
+            std::thread::sleep(PAUSE);
+        }
+    }
 }
 
 /// A kernel to be proved, and the edited programs that it waits for.

@@ -28,7 +28,7 @@ impl Edited {
 fn reached(contract: &Contract, source: &str) -> Vec<&'static str> {
     let all = cubins::programs_of(source);
     let mine = |program: &&str| program.split('.').next() == Some(contract.family());
-    match all.iter().any(|program| mine(program)) {
+    match all.iter().any(mine) {
         true => all.into_iter().filter(mine).collect(),
         false => all,
     }

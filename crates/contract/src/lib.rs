@@ -129,22 +129,7 @@ fn prove(options: &Options, printer: &mut Printer) -> Result<bool, String> {
         say!(printer, "launched, {}: {launches} launches, none judged", options.command());
         return Ok(true);
     }
-    let is_part = contracts.len() == 1 && options.edits.is_some() && !options.checkers;
-    let report = if options.backend == Backend::Cuda && !is_part {
-        // Without a device nobody is asked.
-        let ahead = target_of(options)?.ahead(&contracts);
-        let program = std::env::current_exe().map_err(|error| format!("cannot find this program: {error}"))?;
-        let checker = if options.checkers { Some(apart::checker()?) } else { None };
-        let checker = checker.as_deref();
-        // Whoever breaks a long run off keeps what it has found.
-        let keep = &mut |report: &Report| save(options, report);
-        apart::report(&program, &contracts, options, &ahead, checker, &mut |line| say!(printer, "{line}"), keep)?
-    } else {
-        let (fresh, known) = (fresh_seeds(options.seeds), run::known_findings());
-        let target = target_of(options)?;
-        let _turn = target.turn();
-        run::report(&contracts, &target, options, &fresh, known, &mut |line| say!(printer, "{line}"))
-    };
+    let report = reported(options, &contracts, printer)?;
     for text in report.complaints.iter().chain(&report.limit_problems) {
         say!(printer, "FAIL  {text}");
     }
@@ -155,6 +140,30 @@ fn prove(options: &Options, printer: &mut Printer) -> Result<bool, String> {
     save(options, &report)?;
     say!(printer, "{}", report.summary_line());
     Ok(report.holds())
+}
+
+/// The report of the chosen kernels, on CUDA made of parts.
+fn reported(
+    options: &Options,
+    contracts: &[&'static tf_kernels::contract::Contract],
+    printer: &mut Printer,
+) -> Result<Report, String> {
+    let is_part = contracts.len() == 1 && options.edits.is_some() && !options.checkers;
+    if options.backend == Backend::Cuda && !is_part {
+        // Without a device nobody is asked.
+        let ahead = target_of(options)?.ahead(contracts);
+        let program = std::env::current_exe().map_err(|error| format!("cannot find this program: {error}"))?;
+        let checker = if options.checkers { Some(apart::checker()?) } else { None };
+        let checker = checker.as_deref();
+        // Whoever breaks a long run off keeps what it has found.
+        let keep = &mut |report: &Report| save(options, report);
+        apart::report(&program, contracts, options, &ahead, checker, &mut |line| say!(printer, "{line}"), keep)
+    } else {
+        let (fresh, known) = (fresh_seeds(options.seeds), run::known_findings());
+        let target = target_of(options)?;
+        let _turn = target.turn();
+        Ok(run::report(contracts, &target, options, &fresh, known, &mut |line| say!(printer, "{line}")))
+    }
 }
 
 /// Compiles a share of the edits: what no other process has begun.

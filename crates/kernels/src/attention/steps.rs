@@ -98,9 +98,12 @@ pub fn row(
     row_by(mix, q, entries, window, sinks, position, frequencies)
 }
 
-/// As [`row`], with the mix of exponentials and keys by place, of a head's columns.
+/// A key of a place, its values times 2^-8; `None` where there is none.
+type Place = Option<Vec<u16>>;
+
+/// As [`row`], with the mix of a head's exponentials and keys by place.
 fn row_by(
-    mix: fn(&[f32], &[Option<Vec<u16>>], usize) -> Vec<f32>,
+    mix: fn(&[f32], &[Place], usize) -> Vec<f32>,
     q: &[f32],
     entries: &[Vec<f32>],
     window: &[Vec<f32>],
@@ -110,7 +113,7 @@ fn row_by(
 ) -> Vec<f32> {
     let head_dim = q.len() / sinks.len();
     let folded = |key: &Vec<f32>| Some(key.iter().map(|&k| bf16::from_f32(k / FOLD)).collect::<Vec<u16>>());
-    let mut places: Vec<Option<Vec<u16>>> = entries.iter().map(folded).collect();
+    let mut places: Vec<Place> = entries.iter().map(folded).collect();
     places.resize(entries.len().next_multiple_of(STEP), None);
     places.extend(window.iter().map(folded));
     places.resize(places.len().next_multiple_of(STEP), None);
@@ -120,7 +123,7 @@ fn row_by(
         turn(&mut query, position, frequencies, 1.0);
         let query: Vec<u16> = query.into_iter().map(bf16::from_f32).collect();
         let scale = 1.0 / (head_dim as f32).sqrt() * FOLD;
-        let score = |key: &Option<Vec<u16>>| match key {
+        let score = |key: &Place| match key {
             Some(key) => fma16::chunked_dot(&query, key, head_dim) * scale,
             None => f32::NEG_INFINITY,
         };
@@ -153,7 +156,7 @@ fn sum(exponentials: &[f32]) -> f32 {
 }
 
 /// The columns of one head, a chain each.
-fn mix(exponentials: &[f32], places: &[Option<Vec<u16>>], head_dim: usize) -> Vec<f32> {
+fn mix(exponentials: &[f32], places: &[Place], head_dim: usize) -> Vec<f32> {
     let mut sums = vec![0.0; head_dim];
     for (exponentials, keys) in exponentials.chunks(STEP).zip(places.chunks(STEP)) {
         let weights: [u16; STEP] = std::array::from_fn(|j| bf16::from_f32(exponentials[j]));
@@ -214,9 +217,9 @@ mod tests {
     use super::*;
 
     /// The last sixteen places first.
-    fn backwards(exponentials: &[f32], places: &[Option<Vec<u16>>], head_dim: usize) -> Vec<f32> {
+    fn backwards(exponentials: &[f32], places: &[Place], head_dim: usize) -> Vec<f32> {
         let exponentials: Vec<f32> = exponentials.chunks(STEP).rev().flatten().copied().collect();
-        let places: Vec<Option<Vec<u16>>> = places.chunks(STEP).rev().flatten().cloned().collect();
+        let places: Vec<Place> = places.chunks(STEP).rev().flatten().cloned().collect();
         mix(&exponentials, &places, head_dim)
     }
 

@@ -231,18 +231,23 @@ fn cancel(world: &mut Experts, values: &mut Values) {
     let (hidden, groups) = (world.hidden, world.hidden / 32);
     let order = values.distinct(hidden, hidden);
     let pairs: Vec<(usize, usize)> = order.as_chunks().0.iter().map(|&[a, b]| (a as usize, b as usize)).collect();
-    // Of all rows alike; a pair's inputs make up for it, over many binades.
-    let exponents: Vec<i32> = (0..groups).map(|_| values.below(7) as i32 - 5).collect();
+    // Of all rows alike; a pair's inputs make up for it, over many binades, and all inputs for what the scales have less: CUDA
+    // takes codes up to 128.
+    const LESS: u32 = 2;
+    let exponents: Vec<i32> = (0..groups).map(|_| values.below(7) as i32 - 3).collect();
     for row in world.x.chunks_exact_mut(hidden) {
         for &(a, b) in &pairs {
-            row[a] *= f32::from_bits((127 + values.below(16) as u32) << 23);
+            row[a] *= f32::from_bits((127 + LESS + values.below(16) as u32) << 23);
             row[b] = row[a] * 2f32.powi(exponents[a / 32] - exponents[b / 32]);
         }
     }
     for stored in &mut world.routed {
         for matrix in 0..2 {
             for scales in stored.scales[matrix].chunks_exact_mut(groups) {
-                scales.iter_mut().zip(&exponents).for_each(|(scale, exponent)| *scale = (127 + exponent) as u8);
+                scales
+                    .iter_mut()
+                    .zip(&exponents)
+                    .for_each(|(scale, exponent)| *scale = (127 - LESS as i32 + exponent) as u8);
             }
             for row in stored.codes[matrix].chunks_exact_mut(hidden / 2) {
                 for &(a, b) in &pairs {
@@ -267,7 +272,7 @@ fn cancel(world: &mut Experts, values: &mut Values) {
     }
     // Next to nothing.
     let mut quiet = world.shared.scales.clone();
-    quiet.iter_mut().flatten().for_each(|scale| *scale -= 20);
+    quiet.iter_mut().flatten().for_each(|scale| *scale -= 20 + LESS as u8);
     world.shared = Stored::of(world.shared.codes.clone(), quiet, sizes, linear_fp8::reference::dequantise);
 }
 
