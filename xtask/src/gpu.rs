@@ -377,7 +377,7 @@ fn built() -> Result<PathBuf> {
 /// The program that cargo's messages, a line of JSON each, name.
 fn executable(messages: &str) -> Option<String> {
     let lines = messages.lines().filter_map(|line| serde_json::from_str::<Value>(line).ok());
-    lines.filter_map(|message| Some(message.get("executable")?.as_str()?.to_owned())).last()
+    lines.filter_map(|message| Some(message.get("executable")?.as_str()?.to_owned())).next_back()
 }
 
 /// The names of the GPUs that may be used: those of CUDA_VISIBLE_DEVICES, else the indices that nvidia-smi shows.
