@@ -426,10 +426,11 @@ fn build_cuda(program: &str) -> Result<Program, String> {
     let read = |path: PathBuf| std::fs::read_to_string(&path).map_err(|error| format!("{}: {error}", path.display()));
     let source = read(kernels.join(family).join(format!("{stem}.cu")))?;
     let shared = |name: &str| read(kernels.join("shared").join(name));
-    let texts: Vec<(&str, String)> = ["prelude.cuh", "step.cuh", "cluster.cuh", "draw.cuh"]
-        .into_iter()
-        .map(|name| Ok((name, shared(name)?)))
-        .collect::<Result<_, String>>()?;
+    let texts: Vec<(&str, String)> =
+        ["prelude.cuh", "step.cuh", "cluster.cuh", "draw.cuh", "attention.cuh", "attend.cuh"]
+            .into_iter()
+            .map(|name| Ok((name, shared(name)?)))
+            .collect::<Result<_, String>>()?;
     let includes: Vec<(&str, &str)> = texts.iter().map(|(name, text)| (*name, text.as_str())).collect();
     let built = Program::build_cuda(&format!("{program}.cu"), &source, &includes, &folder());
     built.map_err(|error| error.to_string())

@@ -122,3 +122,11 @@ fn emulated_cuda_scores_any_number_of_heads_and_blocks_of_an_odd_number_of_entri
         hold(cuda_device(Rigour::Once).unwrap(), sizes, &[7], "index_score", 3);
     }
 }
+
+#[test]
+fn emulated_cuda_has_the_bits_of_the_cpu_where_a_block_computes_a_row() {
+    if common::ready("emulated_cuda_has_the_bits_of_the_cpu_where_a_block_computes_a_row") {
+        let sizes = Sizes { heads: 3, ..RELEASE };
+        hold(large_cuda_device(Rigour::Once).unwrap(), sizes, &[33], "attention", 2);
+    }
+}

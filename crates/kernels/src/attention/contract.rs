@@ -59,6 +59,19 @@ pub const CAUSAL: Contract = Contract {
                 ("cancelling", 1),
             ],
         },
+        // Keys of both halves of a row's places, and entries that end inside a quarter.
+        Case {
+            name: "far into a text",
+            rows: 34,
+            sizes: &[
+                ("heads", 3),
+                ("head_dim", 512),
+                ("rope_dim", 64),
+                ("window", 128),
+                ("selected", 300),
+                ("positions", 640),
+            ],
+        },
     ],
     make,
     limits: &[],
@@ -114,13 +127,13 @@ pub const CAUSAL: Contract = Contract {
             "threadgroup float scores[1024];",
             "threadgroup float scores[512];",
         ),
-        cuda(
+        shared(
             "reads the next slot of the ring (CUDA)",
             "position % shape.ring_len) * bytes",
             "(position + 1) % shape.ring_len) * bytes",
         ),
         cuda("leaves the sink out (CUDA)", "both.y + exp_own(sinks[head + lane] - both.x)", "both.y"),
-        cuda("turns the output the other way (CUDA)", "phase.x = -phase.x;", "phase.x = 0.0f + phase.x;"),
+        shared("turns the output the other way (CUDA)", "phase.x = -phase.x;", "phase.x = 0.0f + phase.x;"),
         cuda(
             "weighs places without a key (CUDA)",
             "if (!has_key(keys, place)) instead = -infinite();",
@@ -146,10 +159,37 @@ pub const CAUSAL: Contract = Contract {
             "pairs[2] = high_nibbles(front, second);",
             "pairs[2] = low_nibbles(front, second);",
         ),
-        cuda(
+        shared(
             "looks one further back (CUDA)",
             "reach > shape.window ? reach - shape.window : 0;",
             "reach > shape.window ? reach - shape.window - 1 : 0;",
+        ),
+        whole(
+            "leaves the sink out of a row in one block (CUDA)",
+            "own + exp_own(sink - ((const float*)(shared + MOST))[head]);",
+            "own;",
+        ),
+        whole(
+            "weighs places without a key of a row in one block (CUDA)",
+            "instead = is_key ? not_a_number() : -infinite();",
+            "instead = is_key ? not_a_number() : 0.0f;",
+        ),
+        whole(
+            "puts the weights of a row in one block elsewhere (CUDA)",
+            "(piece ^ low) * 16",
+            "(piece ^ 1 ^ low) * 16",
+        ),
+        whole(
+            "forgets the first half of a row in one block (CUDA)",
+            "if (head < heads_here) sums[h] = partials[head];",
+            "if (head < heads_here) sums[h] = 0.0f;",
+        ),
+        Control::cuda(
+            "multiplies with the queries of another step (CUDA)",
+            Gate::Value,
+            include_str!("../shared/attend.cuh"),
+            "multiply_64(dots, a[1], queries, columns, 2, true);",
+            "multiply_64(dots, a[1], queries, columns, 3, true);",
         ),
         few(
             "leaves the sink out of few rows (CUDA)",
@@ -207,13 +247,13 @@ pub const BLOCK: Contract = Contract {
             "shape.is_block != 0u ? start + windows[window].row_count : position + 1u",
             "position + 1u",
         ),
-        cuda(
+        shared(
             "reads the next slot of the ring (CUDA)",
             "position % shape.ring_len) * bytes",
             "(position + 1) % shape.ring_len) * bytes",
         ),
         cuda("leaves the sink out (CUDA)", "both.y + exp_own(sinks[head + lane] - both.x)", "both.y"),
-        cuda(
+        shared(
             "sees no row behind (CUDA)",
             "shape.is_block != 0 ? keys.window.start + keys.window.row_count : keys.position + 1;",
             "keys.position + 1;",
@@ -230,6 +270,16 @@ const fn metal(name: &'static str, find: &'static str, replace: &'static str) ->
 /// The same of its CUDA source.
 const fn cuda(name: &'static str, find: &'static str, replace: &'static str) -> Control {
     Control::cuda(name, Gate::Value, include_str!("kernel.cu"), find, replace)
+}
+
+/// An edit of what the CUDA sources share.
+const fn shared(name: &'static str, find: &'static str, replace: &'static str) -> Control {
+    Control::cuda(name, Gate::Value, include_str!("../shared/attention.cuh"), find, replace)
+}
+
+/// An edit of the kernel that computes a row in one block.
+const fn whole(name: &'static str, find: &'static str, replace: &'static str) -> Control {
+    Control::cuda(name, Gate::Value, include_str!("whole.cu"), find, replace)
 }
 
 /// An edit of the kernels of few rows, which gate 2 must notice beside those of many.

@@ -4,6 +4,7 @@ use tf_device::LaunchError;
 use tf_device::gpu::{Backend, Binding, GpuQueue, Launch, Program, ShapeBytes, bytes_of};
 
 static PROGRAM: Program = program("attention", Some(include_str!("kernel.metal")), true);
+static WHOLE: Program = program("attention.whole", None, true);
 
 /// Keys of a row on Metal: their scores lie in the group's memory.
 const METAL_KEYS_MAX: usize = 1024;
@@ -96,6 +97,10 @@ fn run_in_steps(queue: &mut GpuQueue, mut args: Args<'_>) -> Result<(), LaunchEr
     LaunchError::check_room("the scratch of attention", args.scratch.len_of::<f32>(), row_floats)?;
     let tile_rows = (args.scratch.len_of::<f32>() / row_floats).min(rows);
     let (units, shared_max) = (queue.limits().units as usize, queue.limits().shared_bytes_max as usize);
+    if let Some(whole) = Whole::of(args.shape, rows, shared_max) {
+        let shape = sizes(&args, rows, steps::FOLD).uint(0).uint(stride).uint(0);
+        return launch_whole(queue, &mut args, whole, &shape);
+    }
     for first in (0..rows).step_by(tile_rows) {
         let here = tile_rows.min(rows - first);
         let shape = sizes(&args, here, steps::FOLD).uint(first).uint(stride).uint(tile_rows * heads * stride);
@@ -169,6 +174,38 @@ impl Few {
     }
 }
 
+/// The one launch of rows that a block can hold from their queries to their outputs.
+struct Whole;
+
+impl Whole {
+    const HEAD_DIM: usize = 512;
+    const ENTRIES_MAX: usize = 512;
+    const WINDOW_MAX: usize = 256;
+    const PLACES_MAX: usize = 640;
+    /// Rows of a launch from which on this is quicker than blocks of a part of a row.
+    const ROWS_MIN: usize = 33;
+    /// Bytes of shared memory, as the kernel has them.
+    const SHARED_BYTES: usize = 227 << 10;
+
+    /// None where a block can't hold such a row, or where this would be slower: few rows, and rows of the window alone, whose codes
+    /// the scores fetch in words.
+    fn of(shape: Shape, rows: usize, shared_max: usize) -> Option<Sizing> {
+        let (entries, window) = (shape.selected_max.next_multiple_of(steps::STEP), shape.window + shape.block_rows);
+        let is_held = shape.head_dim == Whole::HEAD_DIM
+            && entries <= Whole::ENTRIES_MAX
+            && window <= Whole::WINDOW_MAX
+            && entries + window <= Whole::PLACES_MAX
+            && entries > window
+            && Whole::SHARED_BYTES <= shared_max;
+        (is_held && rows >= Whole::ROWS_MIN).then_some(Sizing {
+            entry: "attention_whole",
+            groups: rows * shape.heads.div_ceil(HEADS),
+            threads: 256,
+            shared_bytes: Whole::SHARED_BYTES,
+        })
+    }
+}
+
 /// The two launches of many rows: weights, and their mix.
 fn many(shape: Shape, rows: usize, units: usize) -> (Sizing, Sizing) {
     let stride = gpu_places(shape);
@@ -217,12 +254,20 @@ fn launch(
     bindings: &mut [Binding<'_>],
     shape: &ShapeBytes,
 ) -> Result<(), LaunchError> {
+    launch_of(queue, &PROGRAM, sizing, bindings, shape)
+}
+
+fn launch_of(
+    queue: &mut GpuQueue,
+    program: &'static Program,
+    sizing: Sizing,
+    bindings: &mut [Binding<'_>],
+    shape: &ShapeBytes,
+) -> Result<(), LaunchError> {
     let Sizing { entry, groups, threads, shared_bytes } = sizing;
     let (groups, shared_bytes) = (count(groups), count(shared_bytes));
-    queue.launch_tuned(
-        Launch { program: &PROGRAM, entry, bindings, shape: shape.bytes(), groups, threads, shared_bytes },
-        OVERLAP,
-    )
+    queue
+        .launch_tuned(Launch { program, entry, bindings, shape: shape.bytes(), groups, threads, shared_bytes }, OVERLAP)
 }
 
 fn launch_scores(
@@ -317,4 +362,28 @@ fn launch_mix_weighed(
         Binding::Write(args.out),
     ];
     launch(queue, sizing, bindings, shape)
+}
+
+fn launch_whole(
+    queue: &mut GpuQueue,
+    args: &mut Args<'_>,
+    sizing: Sizing,
+    shape: &ShapeBytes,
+) -> Result<(), LaunchError> {
+    let [rows, windows, records, ring, cache, table, selected, counts] = key_bindings(args);
+    let bindings = &mut [
+        Binding::Read(args.q),
+        rows,
+        windows,
+        records,
+        ring,
+        cache,
+        table,
+        selected,
+        counts,
+        Binding::Read(args.sinks),
+        Binding::Bytes(bytes_of(args.frequencies)),
+        Binding::Write(args.out),
+    ];
+    launch_of(queue, &WHOLE, sizing, bindings, shape)
 }

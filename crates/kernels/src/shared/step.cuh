@@ -41,4 +41,24 @@ __device__ __forceinline__ u32 mul_bf16x2(u32 a, u32 b) {
     return product;
 #endif
 }
+
+// The same by the factor in the low half, or in the high half.
+__device__ __forceinline__ u32 mul_by_low(u32 a, u32 factors) {
+#ifdef TF_EMULATED
+    return mul_bf16x2(a, (factors & 0xffffu) * 0x00010001u);
+#else
+    u32 both;
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\nmov.b32 %0, {low, low};\n}" : "=r"(both) : "r"(factors));
+    return mul_bf16x2(a, both);
+#endif
+}
+__device__ __forceinline__ u32 mul_by_high(u32 a, u32 factors) {
+#ifdef TF_EMULATED
+    return mul_bf16x2(a, (factors >> 16) * 0x00010001u);
+#else
+    u32 both;
+    asm("{\n.reg .b16 low, high;\nmov.b32 {low, high}, %1;\nmov.b32 %0, {high, high};\n}" : "=r"(both) : "r"(factors));
+    return mul_bf16x2(a, both);
+#endif
+}
 #endif
