@@ -75,7 +75,7 @@ const STEPS: &[Step] = &[
     Step {
         name: "contract",
         record: "contract.json",
-        seconds: 120,
+        seconds: 60,
         ..step(
             "Kernel contract and checkers",
             "tf-kernel-contract",
@@ -155,7 +155,7 @@ const STEPS: &[Step] = &[
     Step {
         name: "linears-check",
         record: "linears-check.jsonl",
-        seconds: 60,
+        seconds: 45,
         ..step(
             "Linears, experts and head against their mirror",
             "tf-cuda-check",
@@ -177,7 +177,7 @@ const STEPS: &[Step] = &[
         record: "slice-laws.json",
         is_markdown: true,
         is_timed: true,
-        seconds: 45,
+        seconds: 25,
         ..step(
             "Laws on sixteen layers of the release's size",
             "tensorfold",
@@ -310,7 +310,7 @@ const STEPS: &[Step] = &[
         record: "peers.jsonl",
         is_markdown: true,
         is_timed: true,
-        seconds: 150,
+        seconds: 90,
         needs: "tools/peers.py",
         ..step(
             "Ceilings and peers (PyTorch, Triton)",
