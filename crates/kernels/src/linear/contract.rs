@@ -81,6 +81,14 @@ pub(crate) const CUDA_SPLIT_STEPS: Control = Control::cuda(
     "now[m] + 4 * k, descriptor + 2 * (k ^ 1)",
 );
 /// See [`CUDA_ROUNDING`].
+pub(crate) const CUDA_TILE_STEPS: Control = Control::cuda(
+    "multiplies with the inputs of another step in tiles (CUDA)",
+    Gate::Value,
+    include_str!("../shared/flow.cuh"),
+    "low[m] + 4 * k, descriptor + 2 * k",
+    "low[m] + 4 * k, descriptor + 2 * (k ^ 1)",
+);
+/// See [`CUDA_ROUNDING`].
 pub(crate) const CUDA_FOLD: Control = Control::cuda(
     "adds the chunks of a cluster in another order (CUDA)",
     Gate::Geometry,

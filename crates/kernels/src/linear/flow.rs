@@ -24,7 +24,7 @@ struct Cost {
     launch: f64,
 }
 
-static KERNELS: [TileKernel; 9] = {
+static KERNELS: [TileKernel; 10] = {
     const fn kernel(name: &'static str, tile: [usize; 2], rings: [usize; 2], cost: [f64; 3]) -> TileKernel {
         let ([weights, rows], [slots, depth], [stage, tile, launch]) = (tile, rings, cost);
         TileKernel { name, format: Format::Fp8, weights, rows, slots, depth, cost: Cost { stage, tile, launch } }
@@ -34,6 +34,7 @@ static KERNELS: [TileKernel; 9] = {
     }
     [
         kernel("linear_fp8_tile_256_128", [2, 128], [3, 3], [0.87, 6.0, 4.0]),
+        kernel("linear_fp8_tile_128_192", [1, 192], [4, 4], [0.66, 2.3, 4.0]),
         kernel("linear_fp8_tile_128_176", [1, 176], [4, 4], [0.59, 2.0, 4.0]),
         kernel("linear_fp8_tile_128_160", [1, 160], [4, 5], [0.56, 1.8, 4.0]),
         kernel("linear_fp8_tile_128_128", [1, 128], [5, 8], [0.475, 1.8, 4.0]),
@@ -126,6 +127,7 @@ mod tests {
         };
         assert_eq!(chosen(320, 2304, 1, 576, 2048), ("linear_fp8_tile_128_160", 132));
         assert_eq!(chosen(80, 5120, 1, 640, 2048), ("linear_fp8_tile_128_160", 130));
+        assert_eq!(chosen(288, 5120, 1, 1280, 2048), ("linear_fp8_tile_128_192", 132));
         assert_eq!(chosen(320, 8192, 1, 2048, 512), ("linear_fp8_tile_128_176", 120));
         assert_eq!(chosen(2048, 1280, 1, 640, 64), ("linear_fp8_tile_256_64", 128));
         assert_eq!(chosen(512, 4096, 8, 1024, 128), ("linear_fp8_tile_128_64", 128));

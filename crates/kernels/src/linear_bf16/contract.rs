@@ -2,7 +2,8 @@
 
 use crate::contract::*;
 use crate::linear::contract::{
-    BOUND, CASES, CONTROLS, CUDA_FOLD, CUDA_ROUNDING, CUDA_SPLIT_STEPS, CUDA_THREE_ROWS, Format, ORDER, make, metal_dot,
+    BOUND, CASES, CONTROLS, CUDA_FOLD, CUDA_ROUNDING, CUDA_SPLIT_STEPS, CUDA_THREE_ROWS, CUDA_TILE_STEPS, Format,
+    ORDER, make, metal_dot,
 };
 
 pub const LINEAR_BF16: Contract = Contract {
@@ -29,6 +30,7 @@ pub const LINEAR_BF16: Contract = Contract {
         CUDA_ROUNDING,
         CUDA_THREE_ROWS,
         CUDA_SPLIT_STEPS,
+        CUDA_TILE_STEPS,
         CUDA_FOLD,
     ],
     standard: STANDARD_CONTROLS,

@@ -2,8 +2,8 @@
 
 use crate::contract::*;
 use crate::linear::contract::{
-    BOUND, CASES, CUDA_FOLD, CUDA_ROUNDING, CUDA_SCALE, CUDA_SPLIT_STEPS, CUDA_THREE_ROWS, Format, ORDER,
-    SCALED_CONTROLS, make, metal_dot,
+    BOUND, CASES, CUDA_FOLD, CUDA_ROUNDING, CUDA_SCALE, CUDA_SPLIT_STEPS, CUDA_THREE_ROWS, CUDA_TILE_STEPS, Format,
+    ORDER, SCALED_CONTROLS, make, metal_dot,
 };
 
 pub const LINEAR_FP8: Contract = Contract {
@@ -35,6 +35,7 @@ pub const LINEAR_FP8: Contract = Contract {
         CUDA_ROUNDING,
         CUDA_THREE_ROWS,
         CUDA_SPLIT_STEPS,
+        CUDA_TILE_STEPS,
         CUDA_FOLD,
         CUDA_SCALE,
     ],

@@ -35,6 +35,7 @@ LINEAR(linear_fp8_apart_any, 512, 4, false, APART)
 
 // Many rows: flow.cuh. The name ends with a tile's weight rows and input rows.
 FLOW_LINEAR(linear_fp8_tile_256_128, TileFp8, 512, 2, 128, true, 3, 3)
+FLOW_LINEAR(linear_fp8_tile_128_192, TileFp8, 512, 1, 192, false, 4, 4)
 FLOW_LINEAR(linear_fp8_tile_128_176, TileFp8, 512, 1, 176, false, 4, 4)
 FLOW_LINEAR(linear_fp8_tile_128_160, TileFp8, 512, 1, 160, false, 4, 5)
 FLOW_LINEAR(linear_fp8_tile_128_128, TileFp8, 512, 1, 128, false, 5, 8)

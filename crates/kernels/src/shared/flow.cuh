@@ -8,7 +8,9 @@
 template <class Format_, int MT_, int N_, bool PARK_, int SLOTS_, int DEPTH_>
 struct FlowRoom : TileRoom<Format_, MT_, N_, PARK_, SLOTS_, DEPTH_> {
     static constexpr int GROUP_ROWS = MT_ * 64;  // weight rows of a warpgroup
-    static constexpr int REGISTERS = 224, OTHERS_REGISTERS = 56;
+    // Of a thread that computes and of the others; the widest tile leaves the storing warps fewer.
+    static constexpr bool WIDE = MT_ == 1 && N_ > 176;
+    static constexpr int REGISTERS = WIDE ? 232 : 224, OTHERS_REGISTERS = WIDE ? 40 : 56;
     static constexpr int BARRIERS_AT = TileRoom<Format_, MT_, N_, PARK_, SLOTS_, DEPTH_>::SUMS_AT + 2 * GROUP_ROWS * N_ * 4;
 };
 
@@ -87,7 +89,7 @@ __device__ __forceinline__ void flow_outputs(const char* room, int storer, float
             const float* const sums = (const float*)(room + Room::SUMS_AT) + warpgroup * GROUP_ROWS * Room::N;
             barrier(OUTPUTS_READY + warpgroup, THREADS);
             if (slab < tiles.group_slabs) {
-                constexpr int STEP = STORERS / 32 * LINES, BATCH = 4;
+                constexpr int STEP = STORERS / 32 * LINES, BATCH = Room::WIDE ? 2 : 4;
                 const auto staged = [&](int i) {
                     const float4 v = *(const float4*)(sums + i * GROUP_ROWS + (quad * 4 ^ i / 2 % 4 * 8));
                     return round ? make_float4(bf16_round(v.x), bf16_round(v.y), bf16_round(v.z), bf16_round(v.w)) : v;
