@@ -329,18 +329,29 @@ impl Index {
     }
 }
 
-/// What the mirror takes of each row of a case of scores: its queries and weights, and the keys that it sees.
+/// What the mirror takes of a row of a case of scores.
 #[cfg(test)]
-pub(super) fn scored_rows(case: &Case, seed: u64) -> Vec<(Vec<f32>, Vec<f32>, Vec<Vec<f32>>)> {
+pub(super) struct ScoredRow {
+    pub(super) queries: Vec<f32>,
+    pub(super) weights: Vec<f32>,
+    /// Those that the row sees.
+    pub(super) keys: Vec<Vec<f32>>,
+}
+
+#[cfg(test)]
+pub(super) fn scored_rows(case: &Case, seed: u64) -> Vec<ScoredRow> {
     let index = make(case, seed, false);
     let (heads, head_dim) = (index.heads, index.head_dim);
     let row = |row: usize| {
         let keys = (0..index.seen(row)).map(|entry| {
             let key = index.key(Index::sequence(row), entry);
-            key.into_iter().map(|value| value as f32).collect::<Vec<f32>>()
+            key.into_iter().map(|value| value as f32).collect()
         });
-        let queries = index.queries[row * heads * head_dim..][..heads * head_dim].to_vec();
-        (queries, index.weights[row * heads..][..heads].to_vec(), keys.collect())
+        ScoredRow {
+            queries: index.queries[row * heads * head_dim..][..heads * head_dim].to_vec(),
+            weights: index.weights[row * heads..][..heads].to_vec(),
+            keys: keys.collect(),
+        }
     };
     (0..index.rows).map(row).collect()
 }

@@ -112,7 +112,7 @@ pub(super) fn run(args: Args<'_>) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::contract::{INDEX_SCORE, scored_rows};
+    use super::super::contract::{INDEX_SCORE, ScoredRow, scored_rows};
     use super::*;
 
     /// What a planted edit of the CUDA source does: a case must show it.
@@ -121,7 +121,7 @@ mod tests {
         let case = INDEX_SCORE.cases.iter().find(|case| case.size("apart") > 0).expect("a case with scales far apart");
         let head_dim = case.size("head_dim");
         let (mut shown, mut scores) = (0, 0);
-        for (queries, weights, keys) in scored_rows(case, 1) {
+        for ScoredRow { queries, weights, keys } in scored_rows(case, 1) {
             let query = Query::new(&queries, &weights, head_dim);
             for key in keys {
                 let key = chain(head_dim, |column| bf16::from_f32(key[column]));
