@@ -416,7 +416,9 @@ impl Figures {
     fn inputs(&self, whole: bool) -> (bool, bool) {
         let Figures { format, columns, groups, chunk, slabs, rows, chip } = *self;
         if format == Format::Head || !chip.has_tiles() {
-            return (chip.tiles(rows), whole && rows <= DIRECT_ROWS_MAX && format != Format::Head);
+            // The head has no kernel between slabs and tiles: a second launch of slabs would read its weights again.
+            let tiled = chip.has_tiles() && rows > ROWS_MAX;
+            return (tiled, whole && rows <= DIRECT_ROWS_MAX && format != Format::Head);
         }
         let operator = split::Operator::new(format, columns, groups, chunk, slabs);
         if rows <= split::DIRECT_ROWS {
@@ -838,6 +840,24 @@ mod tests {
             let length = chunk(format, columns);
             assert!(length.is_multiple_of(BLOCK), "{format:?} {columns}");
             assert!(length.is_multiple_of(STAGE) || length >= columns, "{format:?} {columns}: {length}");
+        }
+    }
+
+    #[test]
+    fn the_head_is_read_once_for_any_number_of_rows() {
+        let chip = chips()[2];
+        let figures = |rows| Figures {
+            format: Format::Head,
+            columns: 5120,
+            groups: 1,
+            chunk: 5120,
+            slabs: 129_280 / SLAB,
+            rows,
+            chip,
+        };
+        assert_eq!(figures(ROWS_MAX).inputs(true), (false, false));
+        for rows in [ROWS_MAX + 1, 64, 128] {
+            assert_eq!(figures(rows).inputs(true), (true, false), "{rows} rows");
         }
     }
 
