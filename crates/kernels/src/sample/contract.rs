@@ -46,6 +46,12 @@ pub const SAMPLE: Contract = Contract {
             "own_score == score && own > key",
             "own_score == score && own < key",
         ),
+        metal(
+            "gives equal sums of several threads to the smaller id (Metal)",
+            "order_key(score)) == highest ? key : 0ul, crew)",
+            "order_key(score)) == highest ? ulong(uint(key)) : 0ul, crew)",
+        ),
+        metal("takes the largest min-p for too large (Metal)", ">= draw.min_p)) continue;", "> draw.min_p)) continue;"),
         metal("leaves the masked tokens in (Metal)", "if (id < count) values[id] = -INFINITY;\n", ""),
         metal(
             "reads a word behind the mask (Metal)",
@@ -120,10 +126,15 @@ const fn metal(name: &'static str, find: &'static str, replace: &'static str) ->
 }
 
 /// How a row draws, by its index.
-const KINDS: usize = 15;
-/// The kind whose two best tokens have equal sums of value and noise, and that whose mask ends before the vocabulary does.
+const KINDS: usize = 18;
+/// Kinds whose two best tokens have equal sums of value and noise: any two, the larger value at the larger id, and at the
+/// smaller one; see [`Rows::other`].
 const TIED: usize = 13;
+const TIED_UPWARDS: usize = 15;
+const TIED_DOWNWARDS: usize = 16;
+/// The kind whose mask ends before the vocabulary does, and that of the largest min-p, which leaves the last token alone.
 const SHORT: usize = 14;
+const STRICT: usize = 17;
 /// The lower one of the two tied tokens; see [`Rows::other`].
 const PAIR: u32 = 66;
 const TOP: u32 = 3;
@@ -157,7 +168,8 @@ fn settings_of(kind: usize, seed: u64) -> Settings<'static> {
         9 => Settings { top_p: 0.97, min_p: 0.4, temperature: 1.5, ..plain },
         10 => Settings { temperature: 1.5, ..plain },
         12 | SHORT => Settings { masked: MASKED, masked_before: REPLY.len() as u32 + 1, ..plain },
-        TIED => Settings { temperature: 1.0, ..plain },
+        TIED | TIED_UPWARDS | TIED_DOWNWARDS => Settings { temperature: 1.0, ..plain },
+        STRICT => Settings { min_p: 1.0, ..plain },
         _ => Settings {
             logit_bias: BIAS_OF_SEEN,
             frequency_penalty: 0.5,
@@ -214,7 +226,7 @@ impl Rows {
         match kind {
             12 => MASKED.iter().for_each(|id| own[*id as usize] += 8.0),
             SHORT => own[short..].iter_mut().for_each(|value| *value += 8.0),
-            TIED => {
+            TIED | TIED_UPWARDS | TIED_DOWNWARDS => {
                 let of_noise = |id| noise::<f32>(seed, Rows::position(row), id);
                 let other = Rows::other(row);
                 own[PAIR as usize] = 40.0 - of_noise(PAIR);
@@ -224,14 +236,19 @@ impl Rows {
                 own[other as usize] = f32::from_bits(equal.expect("a sum of two numbers is met by a neighbour"));
             }
             // The last token, which loops may leave out.
-            _ if row / KINDS % 2 == 1 => own[vocabulary - 1] = 13.0,
+            _ if kind == STRICT || row / KINDS % 2 == 1 => own[vocabulary - 1] = 13.0,
             _ => {}
         }
     }
 
-    /// The other one of a row's tied tokens: one that the same thread of 32 or 96 looks at, or the neighbour's.
+    /// The other one of a row's tied tokens: one that the same thread of 32 or 96 looks at, or another lane's and, of more
+    /// threads, another SIMD group's.
     fn other(row: usize) -> u32 {
-        PAIR + if (row / KINDS).is_multiple_of(2) { 96 } else { 1 }
+        PAIR + if row % KINDS == TIED { 96 } else { 33 }
+    }
+
+    fn is_tied(row: usize) -> bool {
+        matches!(row % KINDS, TIED | TIED_UPWARDS | TIED_DOWNWARDS)
     }
 
     /// The tokens that a row allows, as bits.
@@ -274,7 +291,7 @@ impl Rows {
             temperature: f64::from(settings.temperature),
             top_k: settings.top_k as usize,
             top_p: if settings.top_p < 1.0 { f64::from(settings.top_p) + nudge } else { 1.0 },
-            min_p: f64::from(settings.min_p) * (1.0 + nudge),
+            min_p: (f64::from(settings.min_p) * (1.0 + nudge)).min(1.0),
         };
         // The likeliest may gain a little on the others, and lose a little.
         let mut values = self.values(row);
@@ -287,6 +304,12 @@ impl Rows {
 
     fn is_clear(&self, row: usize) -> bool {
         let token = self.token(row, 0.0);
+        let [at_pair, at_other] = [PAIR, Rows::other(row)].map(|id| self.logits[row * self.vocabulary + id as usize]);
+        match row % KINDS {
+            TIED_UPWARDS => return at_other > at_pair,
+            TIED_DOWNWARDS => return at_other < at_pair,
+            _ => {}
+        }
         matches!(row % KINDS, 0 | TIED) || [1e-3, -1e-3].iter().all(|nudge| self.token(row, *nudge) == token)
     }
 }
@@ -362,7 +385,8 @@ impl World for Rows {
             let row = picks[place].row();
             let Ok(mut drawn) = *outcome else {
                 if row.is_some() {
-                    return Err(format!("place {place} has no token"));
+                    // Too few words for a result, so that the row is red.
+                    stage.words(place, [u32::MAX, 0, 0]);
                 }
                 continue;
             };
@@ -392,7 +416,7 @@ impl World for Rows {
         };
         let token = self.token(row, 0.0);
         let mut expected = vec![Expected::exactly(f64::from(token)), of(token), of((row % self.vocabulary) as u32)];
-        if row % KINDS == TIED {
+        if Rows::is_tied(row) {
             // The sums differ by less than a rounding: either by the definition, one by the order of float32.
             let either = |a: Span, b: Span| Span { low: a.low.min(b.low), high: a.high.max(b.high) };
             let other = Rows::other(row);
