@@ -25,6 +25,12 @@ pub const TOP_K: Contract = Contract {
             rows: 3,
             sizes: &[("entries", 17_000), ("top_k", 30), ("blocks", 40), ("values", 900)],
         },
+        // Fewer than wanted, beside minus infinities.
+        Case {
+            name: "mostly masked",
+            rows: 17,
+            sizes: &[("entries", 90), ("top_k", 40), ("blocks", 6), ("values", 0), ("masked", 1)],
+        },
         Case { name: "one", rows: 6, sizes: &[("entries", 40), ("top_k", 1), ("blocks", 2), ("values", 3)] },
     ],
     make,
@@ -41,6 +47,7 @@ pub const TOP_K: Contract = Contract {
             "equal_seen + simd_prefix_exclusive_sum(is_equal) < equal_left",
             "equal_seen + simd_prefix_exclusive_sum(is_equal) >= equal_left",
         ),
+        metal("selects minus infinity (Metal)", "if (least <= 0x007fffffu)", "if (least < 0x007fffffu)"),
         metal("keeps one too few (Metal)", "wanted - simd_sum(above)", "wanted - simd_sum(above) - 1u"),
         metal(
             "counts the equal ones of the last step (Metal)",
@@ -92,7 +99,9 @@ fn make(case: &Case, seed: u64) -> Box<dyn World> {
     let mut values = Values::new(seed);
     let (entries, different, last_bits) = (case.size("entries"), case.size("values"), case.size("last bits"));
     let stride = entries.next_multiple_of(16);
+    let masked = case.size("masked") > 0;
     let score = |values: &mut Values| match values.below(40) {
+        _ if masked && values.below(3) < 2 => f32::NEG_INFINITY,
         0 => f32::NEG_INFINITY,
         1 => f32::NAN,
         2 => [0.0, -0.0][values.below(2)],
