@@ -65,6 +65,11 @@ pub const RATIO2: Contract = Contract {
         Case { name: "wide", rows: 128, sizes: &[("head_dim", 128), ("rope_dim", 64), ("ratio", 2)] },
         Case { name: "small", rows: 10, sizes: &[("head_dim", 64), ("rope_dim", 16), ("ratio", 2)] },
         Case { name: "width of the release", rows: 4, sizes: &[("head_dim", 512), ("rope_dim", 64), ("ratio", 2)] },
+        Case {
+            name: "pairs that cancel",
+            rows: 16,
+            sizes: &[("head_dim", 128), ("rope_dim", 64), ("ratio", 2), ("cancelling", 1)],
+        },
     ],
     controls: &[
         CONTROLS[0].copy(),
@@ -89,6 +94,12 @@ pub const RATIO2: Contract = Contract {
             "first[c] * (e1 / sum) + second[c] * (e0 / sum)",
         ),
         metal("turns by the entry's number (Metal)", "entry * shape.ratio, frequencies", "entry, frequencies"),
+        metal(
+            "divides a pair's sum (Metal)",
+            "first[c] * (e0 / sum) + second[c] * (e1 / sum)",
+            "(first[c] * e0 + second[c] * e1) / sum",
+        ),
+        metal("lets the oldest row of a ring go (Metal)", "left > shape.raw_len", "left >= shape.raw_len"),
         metal("keeps the odd rows (Metal)", "position % 2u != 0u ||", "position % 2u == 0u ||"),
     ],
     ..RATIO1
@@ -111,7 +122,8 @@ const BASE: f64 = 1.6e5;
 /// Rows of one sequence, its first position, and the sizes of its caches.
 const SEQUENCE: usize = 16;
 const START: usize = 6;
-const RAW_LEN: usize = 9;
+/// Even, so that the oldest row of a full window that a ring keeps is one that it holds.
+const RAW_LEN: usize = 10;
 const ENTRIES_PER_PAGE: usize = 8;
 const PAGES_PER_SLOT: usize = 3;
 
@@ -143,7 +155,22 @@ fn make(case: &Case, seed: u64) -> Box<dyn World> {
         spread(&mut raw, head_dim);
         norm = weights_on_edges(&raw.chunks(head_dim).map(wide).collect::<Vec<_>>(), f64::from(EPS));
     }
+    if case.size("cancelling") == 1 {
+        raw.chunks_mut(4 * head_dim).for_each(|pair| cancel(pair, head_dim));
+    }
     Box::new(Compressor { head_dim, ratio, raw, norm, frequencies: frequencies(BASE, case.size("rope_dim"), None) })
+}
+
+/// Makes every fourth column of a pair's two rows one whose weighted values cancel: what is left are roundings, which
+/// another order changes.
+fn cancel(pair: &mut [f32], head_dim: usize) {
+    let (first, second) = pair.split_at_mut(2 * head_dim);
+    for column in (0..head_dim).step_by(4) {
+        let score = head_dim + column;
+        second[score] = first[score] + second[column];
+        let apart = f64::from(first[score]) - f64::from(second[score]);
+        second[column] = (-f64::from(first[column]) * apart.exp()) as f32;
+    }
 }
 
 impl Compressor {
