@@ -87,7 +87,7 @@ fn attention_on_emulated_cuda_takes_the_steps_of_its_mirror_however_it_is_cut() 
     if common::ready("attention_on_emulated_cuda_takes_the_steps_of_its_mirror_however_it_is_cut") {
         // Each number of heads a block, and rows that are many.
         for (heads, head_dim, rows) in
-            [(8, 160, &[1, 3, 8][..]), (8, 128, &[6]), (40, 160, &[1, 2, 3, 5]), (21, 160, &[1, 4])]
+            [(8, 160, &[1, 3, 8][..]), (8, 128, &[6]), (40, 160, &[1, 2, 3, 5]), (21, 160, &[1, 4]), (1, 1024, &[2])]
         {
             let sizes = Sizes { heads, head_dim, selected: 37, window: 21, ..TINY };
             hold(cuda_device(Rigour::Proven).unwrap(), sizes, rows, "attention", 2);

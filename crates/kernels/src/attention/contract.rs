@@ -48,6 +48,18 @@ pub const CAUSAL: Contract = Contract {
             ],
         },
         Case {
+            name: "widest",
+            rows: 2,
+            sizes: &[
+                ("heads", 1),
+                ("head_dim", 1024),
+                ("rope_dim", 64),
+                ("window", 8),
+                ("selected", 4),
+                ("positions", 40),
+            ],
+        },
+        Case {
             name: "terms that cancel",
             rows: 43,
             sizes: &[
@@ -86,6 +98,22 @@ pub const CAUSAL: Contract = Contract {
             "leaves the sink out (Metal)",
             "denominator[0] = sum + exp_own(sinks[head] - most);",
             "denominator[0] = sum;",
+        ),
+        metal(
+            "adds the sink first (Metal)",
+            "denominator[0] = sum + exp_own(sinks[head] - most);",
+            "sum = exp_own(sinks[head] - most); for (uint j = 0u; j < keys; j++) sum = sum + scores[j]; \
+                denominator[0] = sum;",
+        ),
+        metal(
+            "has room for queries of 512 columns (Metal)",
+            "threadgroup float query[1024];",
+            "threadgroup float query[512];",
+        ),
+        metal(
+            "has room for mixes of 512 columns (Metal)",
+            "threadgroup float mixed[1024];",
+            "threadgroup float mixed[512];",
         ),
         metal("leaves the probabilities unrounded (Metal)", "fma(bf16_round(scores[j]),", "fma(scores[j],"),
         metal("turns the output the other way (Metal)", "shape.rope_dim, -1.0f)", "shape.rope_dim, 1.0f)"),
@@ -298,6 +326,8 @@ const CONTROLS: &[Control] = &[
 ];
 
 const BASE: f64 = 1e4;
+/// The first head's sink, beside which a key of a score near 0 is less than a rounding, and all of them are more.
+const SINK: f32 = 17.5;
 const ENTRIES_PER_PAGE: usize = 8;
 const RATIO: usize = 2;
 /// Consecutive rows of a sequence: more than a thread decodes keys for at once.
@@ -377,9 +407,16 @@ fn attention(case: &Case, seed: u64) -> Attention {
     };
     // Some scores and one sink are beyond what an exponential holds without the maximum.
     let scale = |row: usize| if row % 5 == 4 { 2000.0 } else { 3.0 };
-    let q = (0..case.rows).flat_map(|row| values.bf16(block * heads * head_dim, scale(row))).collect();
+    let mut q: Vec<f32> = (0..case.rows).flat_map(|row| values.bf16(block * heads * head_dim, scale(row))).collect();
     let mut sinks = values.floats(heads, 2.0);
     sinks[heads - 1] = -110.0;
+    if heads > 1 && case.size("cancelling") == 0 {
+        sinks[0] = SINK;
+        let of_row = q.chunks_mut(block * heads * head_dim).skip(1).step_by(5);
+        of_row
+            .flat_map(|q| q.chunks_mut(heads * head_dim))
+            .for_each(|q| q[..head_dim].iter_mut().for_each(|q| *q /= 256.0));
+    }
     Attention {
         shape,
         block,

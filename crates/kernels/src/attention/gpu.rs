@@ -170,7 +170,8 @@ impl Few {
             shared_bytes: heads * query_pitch(shape.head_dim)
                 + tiles_of_block * steps::STEP * record_pitch(shape.head_dim),
         };
-        (rows <= FEW_ROWS && mix.shared_bytes.max(scores.shared_bytes) <= shared_max).then_some(Few { scores, mix })
+        let shared_bytes = mix.shared_bytes.max(scores.shared_bytes + PHASES_BYTES);
+        (rows <= FEW_ROWS && shared_bytes <= shared_max).then_some(Few { scores, mix })
     }
 }
 
@@ -232,6 +233,9 @@ fn many(shape: Shape, rows: usize, units: usize) -> (Sizing, Sizing) {
     };
     (weights, mix)
 }
+
+/// Bytes of the rotation's phases that a block of scores declares beside what it is given.
+const PHASES_BYTES: usize = 512;
 
 /// Bytes of a key's staged record, as the kernel has it.
 const fn record_pitch(head_dim: usize) -> usize {
