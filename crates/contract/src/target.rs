@@ -7,7 +7,7 @@ use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
 use tf_device::{Device, Queue, gpu};
-use tf_kernels::contract::{Case, Contract, Control, Fill, Gate, Plant};
+use tf_kernels::contract::{ALL_ROWS, Case, Contract, Control, Fill, Gate, Plant};
 use tf_numerics::lanes::Level;
 
 /// Locked by the process whose turn it is.
@@ -136,6 +136,7 @@ impl Target {
     pub fn rows(&self, case: &Case) -> usize {
         match self {
             Target::Cpu => case.rows,
+            Target::Gpu(_) if case.sizes.contains(&ALL_ROWS) => case.rows,
             Target::Gpu(bench) => case.rows.min(bench.rows_max()),
         }
     }

@@ -90,6 +90,9 @@ pub struct Case {
     pub sizes: &'static [(&'static str, usize)],
 }
 
+/// The size of a case whose rows are all launched, also where a slow device launches some.
+pub const ALL_ROWS: (&str, usize) = ("all rows", 1);
+
 impl Case {
     /// The size called `name`, 0 where the case doesn't give it.
     pub fn size(&self, name: &str) -> usize {

@@ -60,6 +60,12 @@ pub const MOE_EXPERTS: Contract = Contract {
             rows: 6,
             sizes: &[("hidden", 64), ("intermediate", 32), ("experts", 1), ("picks", 0), ("limit", 3)],
         },
+        // More rows than Metal gives the shared expert at once.
+        Case {
+            name: "two tiles of rows",
+            rows: 34,
+            sizes: &[("hidden", 32), ("intermediate", 32), ("experts", 1), ("picks", 1), ("limit", 0), ALL_ROWS],
+        },
     ],
     make,
     limits: &[Limit { what: "hidden size", most: super::COLUMNS_MAX, accepts, beyond: super::COLUMNS_MAX + 32 }],
@@ -143,6 +149,11 @@ pub const MOE_EXPERTS: Contract = Contract {
             "leaves the shared expert out (Metal)",
             "bf16_round(sum + value_of(own[ulong(shape.picks) * shape.hidden]))",
             "bf16_round(sum)",
+        ),
+        metal(
+            "leaves the shared expert out of a tile's last row (Metal)",
+            "* shape.tile_rows, end = min(row0 + shape.tile_rows, shape.rows);\n        down.w2",
+            "* shape.tile_rows, end = min(row0 + shape.tile_rows - 1u, shape.rows);\n        down.w2",
         ),
         metal(
             "cuts an expert's output to bf16 (Metal)",
