@@ -142,8 +142,9 @@ pub const COLLAPSE: Contract = Contract {
         Case { name: "small", rows: 5, sizes: &[("hidden", 32)] },
         Case { name: "on the edges of bf16", rows: 16, sizes: &[("hidden", 512), ("edges", 1)] },
         Case { name: "quads on the edges", rows: 40, sizes: &[("hidden", 256), ("quads", 1)] },
+        Case { name: "streams that cancel", rows: 9, sizes: &[("hidden", 128), ("cancelling", 1)] },
     ],
-    make: |case, seed| Box::new(Collapse(quads_on_edges(case, on_edges(make(case, seed), case)))),
+    make: |case, seed| Box::new(Collapse(quads_on_edges(case, on_edges(cancel(case, make(case, seed)), case)))),
     limits: &[],
     controls: &[
         Control::value("collapses with the mix of the next row"),
@@ -152,6 +153,16 @@ pub const COLLAPSE: Contract = Contract {
     ],
     edits: &[
         metal("leaves the last stream out (Metal)", "    sum = sum + m3 * x[3u * hidden];\n", ""),
+        metal(
+            "adds the streams in pairs (Metal)",
+            "    sum = sum + m2 * x[2u * hidden];\n    sum = sum + m3 * x[3u * hidden];\n",
+            "    sum = sum + (m2 * x[2u * hidden] + m3 * x[3u * hidden]);\n",
+        ),
+        metal(
+            "adds the third stream first (Metal)",
+            "float sum = m0 * x[0];\n    sum = sum + m1 * x[hidden];\n    sum = sum + m2 * x[2u * hidden];",
+            "float sum = m2 * x[2u * hidden];\n    sum = sum + m1 * x[hidden];\n    sum = sum + m0 * x[0];",
+        ),
         metal("drops a half of the squares (Metal)", "if (c + 32u < hidden) {", "if (c + 64u < hidden) {"),
         metal("adds the halves before the lanes (Metal)", "fold_four(even, odd)", "fold_four(even + odd, 0.0f)"),
         cuda("squares a quad from its end (CUDA)", "    sum = fma_own(v.x, v.x, sum);\n", SQUARES_BACKWARDS),
@@ -635,6 +646,26 @@ impl World for Collapse {
     fn work(&self) -> Work {
         self.0.work(7, 7)
     }
+}
+
+/// The first stream is large and taken away by the third, or by the second in every other column: what the sums leave are
+/// roundings, which another order changes.
+fn cancel(case: &Case, mut streams: Streams) -> Streams {
+    if case.size("cancelling") == 0 {
+        return streams;
+    }
+    let hidden = streams.hidden;
+    for mix in streams.mix.chunks_mut(STREAMS) {
+        (mix[1], mix[2]) = (mix[0], mix[0]);
+    }
+    for (row, own) in streams.streams.chunks_mut(STREAMS * hidden).enumerate() {
+        let large = [262_144.0, 256.0, 131_072.0][row % 3];
+        for column in 0..hidden {
+            own[column] = large;
+            own[(2 - column % 2) * hidden + column] = -large;
+        }
+    }
+    streams
 }
 
 struct Tap(Streams);

@@ -28,7 +28,7 @@ pub(crate) fn roundings(columns: usize) -> f64 {
 pub(crate) const CASES: &[Case] = &[
     Case { name: "wide", rows: 128, sizes: &[("columns", 256), ("outputs", 48)] },
     Case { name: "odd tile", rows: 9, sizes: &[("columns", 160), ("outputs", 39)] },
-    Case { name: "padded columns", rows: 7, sizes: &[("columns", 84), ("outputs", 5)] },
+    Case { name: "padded columns", rows: 7, sizes: &[("columns", 84), ("outputs", 37)] },
     Case { name: "long", rows: 4, sizes: &[("columns", 4096), ("outputs", 64)] },
     Case { name: "three chunks", rows: 40, sizes: &[("columns", 1344), ("outputs", 40)] },
     // More chunks than a cluster has blocks: few rows in slabs, more in tiles, one chunk after the other.

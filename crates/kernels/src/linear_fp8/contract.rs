@@ -18,6 +18,11 @@ pub const LINEAR_FP8: Contract = Contract {
     controls: SCALED_CONTROLS,
     edits: &[
         metal("takes the scale of another block row (Metal)", "scales + n / 32u * (", "scales + (n + 1u) / 32u * ("),
+        metal(
+            "counts whole blocks of columns alone (Metal)",
+            "scales + n / 32u * ((columns + 31u) / 32u)",
+            "scales + n / 32u * (columns / 32u)",
+        ),
         metal("leaves the rounding out (Metal)", "shape.round != 0u ? bf16_round(sum) : sum", "sum"),
         metal("reads the first rows for all (Metal)", "x + ulong(row * shape.groups + part)", "x + ulong(part)"),
         metal("skips rows behind a few (Metal)", "return row + ROWS;", "return row + 8u;"),
