@@ -241,8 +241,8 @@ impl Rows {
         }
     }
 
-    /// The other one of a row's tied tokens: one that the same thread of 32 or 96 looks at, or another lane's and, of more
-    /// threads, another SIMD group's.
+    /// The other one of a row's tied tokens: one that the same thread of 32 or 96 looks at, or another lane's and, of
+    /// more threads, another SIMD group's.
     fn other(row: usize) -> u32 {
         PAIR + if row % KINDS == TIED { 96 } else { 33 }
     }
