@@ -4,7 +4,7 @@ use crate::apart::own_place;
 use crate::compile;
 use crate::edits::Ahead;
 use crate::limits::{CudaLaunch, NVIDIA, cuda_problems};
-use crate::target::{Bench, Changed, Target};
+use crate::target::{Bench, Changed, Target, tensor_cores_take};
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, PoisonError};
@@ -115,8 +115,7 @@ impl Bench for Cuda {
     }
 
     fn takes(&self, case: &Case) -> bool {
-        // Codes times such scales are not exact in bf16, so packing refuses them.
-        case.sizes.iter().all(|(name, _)| *name != "smallest scale")
+        tensor_cores_take(case)
     }
 
     fn is_defect(&self, _error: &str) -> bool {

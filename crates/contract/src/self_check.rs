@@ -1,13 +1,14 @@
 //! Every registered kernel on one known vector: what a server tries before it says that it is ready.
 //!
-//! The smallest case of each record, judged by gate 1 alone: every element inside the interval of the float64 definition, so
+//! The smallest case of each record that the device takes, judged by gate 1 alone: every element inside the interval of the float64 definition, so
 //! NaN and constant outputs fail. Proves far less than the contract and takes a fraction of a second.
 
 use crate::probe::{Failure, Planted, Probe, Queues, Tally, check};
 use crate::run::SEEDS;
-use crate::target::{Bench, Changed, Target};
+use crate::target::{Bench, Changed, Target, tensor_cores_take};
 use std::sync::Arc;
 use tf_device::Device;
+use tf_device::gpu::Backend;
 use tf_kernels::contract::{Case, Contract, Gate};
 use tf_kernels::families::CONTRACTS;
 
@@ -32,7 +33,8 @@ fn target_of(device: &Device) -> Target {
         Device::Cpu(_) => Target::Cpu,
         Device::Gpu(gpu) => {
             let devices = [("as opened", device.clone())];
-            Target::Gpu(Arc::new(Opened { name: gpu.name().to_owned(), devices }))
+            let has_tensor_cores = gpu.backend() == Backend::Cuda;
+            Target::Gpu(Arc::new(Opened { name: gpu.name().to_owned(), devices, has_tensor_cores }))
         }
     }
 }
@@ -50,14 +52,19 @@ fn try_each(contracts: &[Contract], target: Target, planted: Planted) -> Result<
 }
 
 fn try_one(contract: &Contract, queues: &mut Queues, planted: Planted) -> Result<Tally, Failure> {
-    let case = contract.cases.iter().min_by_key(|case| work(case));
-    let case = case.ok_or_else(|| Failure::Broken("it has no case".to_owned()))?;
+    let case = smallest(contract, |case| queues.target.takes(case, Gate::Value, 0))
+        .ok_or_else(|| Failure::Broken("it has no case that this device takes".to_owned()))?;
     let world = (contract.make)(case, SEEDS[0]);
     let row_count = case.rows;
     let mut probe =
         Probe { kernel: contract.name, world: &*world, queues, planted, row_count, tally: Tally::default() };
     check(Gate::Value, &mut probe)?;
     Ok(probe.tally)
+}
+
+/// The case of least work of those that a device takes.
+fn smallest(contract: &Contract, takes: impl Fn(&Case) -> bool) -> Option<&'static Case> {
+    contract.cases.iter().filter(|case| takes(case)).min_by_key(|case| work(case))
 }
 
 /// Grows with the work of a case.
@@ -69,6 +76,7 @@ fn work(case: &Case) -> usize {
 struct Opened {
     name: String,
     devices: [(&'static str, Device); 1],
+    has_tensor_cores: bool,
 }
 
 impl Bench for Opened {
@@ -82,6 +90,10 @@ impl Bench for Opened {
 
     fn edited(&self, _source: &'static str, _text: String) -> Result<Changed, String> {
         Err("a device in use runs no edited sources".to_owned())
+    }
+
+    fn takes(&self, case: &Case) -> bool {
+        !self.has_tensor_cores || tensor_cores_take(case)
     }
 
     fn is_defect(&self, _error: &str) -> bool {
@@ -115,6 +127,18 @@ mod tests {
         let tried = try_all(&Device::cpu()).unwrap();
         assert_eq!(tried.kernels, CONTRACTS.len());
         assert!(tried.elements > 10 * CONTRACTS.len(), "{tried:?}");
+    }
+
+    /// Reported as: a server did not start on a GPU, because "the scale is code 0, this device's kernels take 3 to 134".
+    #[test]
+    fn a_device_is_tried_with_what_it_takes() {
+        let mut refused = 0;
+        for contract in CONTRACTS {
+            let case = smallest(contract, tensor_cores_take).unwrap_or_else(|| panic!("{}: no case", contract.name));
+            assert!(tensor_cores_take(case), "{}: {}", contract.name, case.name);
+            refused += usize::from(!tensor_cores_take(smallest(contract, |_| true).expect("a case")));
+        }
+        assert!(refused > 0, "no kernel's smallest case is one that tensor cores refuse");
     }
 
     #[test]

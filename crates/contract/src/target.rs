@@ -18,6 +18,11 @@ pub type Problems = Arc<dyn Fn() -> Vec<String> + Send + Sync>;
 /// A device for a control, and what its launches ask for.
 pub type Changed = (Device, Problems);
 
+/// Whether kernels of tensor cores take a case's values: packing refuses scales with which codes aren't exact in bf16.
+pub(crate) fn tensor_cores_take(case: &Case) -> bool {
+    case.sizes.iter().all(|(name, _)| *name != "smallest scale")
+}
+
 /// What a GPU brings to the contract.
 pub trait Bench: Send + Sync {
     /// Its name in the report.
