@@ -1,7 +1,7 @@
 //! Every registered kernel on one known vector: what a server tries before it says that it is ready.
 //!
-//! The smallest case of each record that the device takes, judged by gate 1 alone: every element inside the interval of the float64 definition, so
-//! NaN and constant outputs fail. Proves far less than the contract and takes a fraction of a second.
+//! The smallest case of each record that the device takes, judged by gate 1 alone: every element inside the interval of the
+//! float64 definition, so NaN and constant outputs fail. Proves far less than the contract and takes a fraction of a second.
 
 use crate::probe::{Failure, Planted, Probe, Queues, Tally, check};
 use crate::run::SEEDS;
