@@ -427,7 +427,7 @@ fn build_cuda(program: &str) -> Result<Program, String> {
     let source = read(kernels.join(family).join(format!("{stem}.cu")))?;
     let shared = |name: &str| read(kernels.join("shared").join(name));
     let texts: Vec<(&str, String)> =
-        ["prelude.cuh", "step.cuh", "cluster.cuh", "draw.cuh", "attention.cuh", "attend.cuh"]
+        ["prelude.cuh", "step.cuh", "cluster.cuh", "draw.cuh", "wgmma.cuh", "attention.cuh", "attend.cuh"]
             .into_iter()
             .map(|name| Ok((name, shared(name)?)))
             .collect::<Result<_, String>>()?;

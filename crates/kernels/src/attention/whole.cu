@@ -85,10 +85,10 @@ __device__ __forceinline__ void load_entries(const u8* shared, u32 tile, u32 blo
 
 // Products of one tile of keys with its weights, for four times sixteen columns of each warp.
 __device__ __forceinline__ void mix_tile(float (&mixed)[4][32], const u32 (&pairs)[4][4], const u8* shared, u32 tile) {
-    begin_products();
+    wgmma_fence();
 #pragma unroll
     for (u32 i = 0; i < 4; i++) multiply_64(mixed[i], pairs[i], shared, tile / 4, tile % 4, tile > 0);
-    end_products();
+    wgmma_commit();
 }
 
 extern "C" __global__ void __launch_bounds__(256, 1)
@@ -299,14 +299,14 @@ attention_whole(const float* q, const RowInfo* rows, const WindowInfo* windows, 
                 decode_values(next[i], is_entry, pairs[i]);
                 load(min(tile + i + 2, count - 1), next[i]);
                 mix_tile(mixed, pairs[i], shared, behind + tile + i);
-                wait_for_products<1>();
+                wgmma_wait<1>();
             }
         }
         if (tile < count) {
             decode_values(next[0], is_entry, pairs[0]);
             mix_tile(mixed, pairs[0], shared, behind + tile);
         }
-        wait_for_products<0>();
+        wgmma_wait<0>();
     };
     mix(entry_tiles, 0, true, [&](u32 tile, Values& to) { load_entries(shared, tile, block, quad, t, to); });
     mix(tiles - entry_tiles, entry_tiles, false, [&](u32 tile, Values& to) {

@@ -35,17 +35,14 @@ constexpr int OUT_ROW = 80;  // bytes of a pair's 32 activations in shared memor
 
 // A stage's four steps of 64x16 by 16xN: d = a * b, plus d where `keep` is not zero. b: the low half of a descriptor (tile_descriptor).
 // On its way until `wgmma_wait`. `eights`: of N columns the first eights * 8 are wanted.
-#define STEP(n, d, a, b, keep) \
-    "wgmma.mma_async.sync.aligned.m64n" n "k16.f32.bf16.bf16 {" d "}, {" a "}, " b ", " keep ", 1, 1, 0;\n"
 #define STEPS(n, d, a0, a1, a2, a3) \
-    STEP(n, d, a0, "b0", "keep") STEP(n, d, a1, "b1", "1") STEP(n, d, a2, "b2", "1") STEP(n, d, a3, "b3", "1") \
+    WGMMA_STEP(n, d, a0, "b0", "keep") WGMMA_STEP(n, d, a1, "b1", "1") WGMMA_STEP(n, d, a2, "b2", "1") WGMMA_STEP(n, d, a3, "b3", "1") \
         "wgmma.commit_group.sync.aligned;\n"
 #define DESCRIPTORS(b, keep) \
     "{\n.reg .pred keep, other;\n.reg .b32 low, high;\n.reg .b64 b0, b1, b2, b3;\nsetp.ne.b32 keep, " keep ", 0;\n" \
     "mov.b32 high, 0x40000040;\nmov.b64 b0, {" b ", high};\nadd.u32 low, " b ", 2;\nmov.b64 b1, {low, high};\n" \
     "add.u32 low, " b ", 4;\nmov.b64 b2, {low, high};\nadd.u32 low, " b ", 6;\nmov.b64 b3, {low, high};\n" \
     "wgmma.fence.sync.aligned;\n"
-#define SUMS8(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define WEIGHTS8(a, i) "r"(a[i]), "r"(a[i + 1]), "r"(a[i + 2]), "r"(a[i + 3]), "r"(a[i + 4]), "r"(a[i + 5]), "r"(a[i + 6]), "r"(a[i + 7])
 #define D16 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define D32 D16 ",%8,%9,%10,%11,%12,%13,%14,%15"
@@ -81,14 +78,6 @@ struct Stage<64> {
     }
 };
 
-__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
-    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;\n}\n" ::"r"(barrier), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
-                 "r"(bytes), "r"(barrier)
-                 : "memory");
-}
 __device__ __forceinline__ void gather_async(u32 to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" : : "r"(to), "l"(from) : "memory");
 }
@@ -258,7 +247,7 @@ __device__ __forceinline__ void tiles(const TilesArgs& args) {
         for (int stage = 0; stage < stages; stage += PIECE) {
             wait_at(full + 8 * inputs.slot, inputs.parity);
             // Rows come by ordinary copies, which the tensor core sees behind this only.
-            if (UP) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+            if (UP) show_to_products();
             const u32 b = descriptor + inputs.slot * (Room::INPUTS / 16);
 #pragma unroll
             for (int k = 0; k < PIECE; k++) {

@@ -2,33 +2,18 @@
 // are decoded where the step takes them. After attention.cuh.
 #pragma once
 #include "attention.cuh"
+#include "wgmma.cuh"
 
 constexpr u32 HEADS = 64, DIM = 512, BLOCKS = DIM / 32;
 
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#define HAS_WGMMA 1
-#else
-#define HAS_WGMMA 0
-#endif
-
 // d = a * b, plus d where `keep`, for 64 rows of a and 64 columns of b over k = 16: mma_k16 of every part. A tile has b's columns, 128
 // bytes each, in the swizzle of 128 bytes: eight columns a kilobyte, column n of them holds piece p of 16 bytes at p ^ n; `step`
-// chooses two of the eight pieces. On its way until `wait_for_products`.
+// chooses two of the eight pieces. On its way until `wgmma_wait`.
 __device__ __forceinline__ void multiply_64(float (&d)[32], const u32* a, const u8* shared, u32 tile, u32 step, bool keep) {
 #if HAS_WGMMA
     // Only the address of a descriptor changes, and only in its first 14 bits.
     const u32 b = ((u32)__cvta_generic_to_shared(shared) / 16 | 1u << 16) + tile * (HEADS * 128 / 16) + 2 * step;
-    asm volatile(
-        "{\n.reg .pred keep;\n.reg .b64 b;\nsetp.ne.b32 keep, %37, 0;\nmov.b64 b, {%36, 0x40000040};\n"
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-        "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,"
-        "%26,%27,%28,%29,%30,%31"
-        "}, {%32,%33,%34,%35}, b, keep, 1, 1, 0;\n}\n"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]), "+f"(d[8]),
-          "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]), "+f"(d[16]),
-          "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]),
-          "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"((u32)keep));
+    Wgmma<64>::step(d, a, (u64)0x40000040 << 32 | b, keep);
 #else
     const u32 lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
@@ -42,31 +27,6 @@ __device__ __forceinline__ void multiply_64(float (&d)[32], const u32* a, const 
 #pragma unroll
         for (u32 i = 0; i < 4; i++) d[4 * n + i] = own[i];
     }
-#endif
-}
-
-// Before the first product and after what its operands' registers were written by.
-__device__ __forceinline__ void begin_products() {
-#if HAS_WGMMA
-    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-#endif
-}
-__device__ __forceinline__ void end_products() {
-#if HAS_WGMMA
-    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-#endif
-}
-// Until all but the last PENDING groups are done.
-template <int PENDING>
-__device__ __forceinline__ void wait_for_products() {
-#if HAS_WGMMA
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-#endif
-}
-// What this thread has stored is seen by products that begin behind the next barrier.
-__device__ __forceinline__ void show_to_products() {
-#if HAS_WGMMA
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
 
@@ -176,18 +136,18 @@ __device__ __forceinline__ u32 score_pair(bool is_entry, const u8* queries, floa
         const Codes codes = next[columns % AHEAD];
         next[columns % AHEAD] = load(min(columns + AHEAD, LAST));
         decode_block<KIND, 0>(codes, is_entry, a[0], bad);
-        begin_products();
+        wgmma_fence();
         multiply_64(dots, a[0], queries, columns, 0, columns > 0);
         multiply_64(dots, a[0] + 4, queries, columns, 1, true);
-        end_products();
-        wait_for_products<1>();
+        wgmma_commit();
+        wgmma_wait<1>();
         decode_block<KIND, 1>(codes, is_entry, a[1], bad);
-        begin_products();
+        wgmma_fence();
         multiply_64(dots, a[1], queries, columns, 2, true);
         multiply_64(dots, a[1] + 4, queries, columns, 3, true);
-        end_products();
-        wait_for_products<1>();
+        wgmma_commit();
+        wgmma_wait<1>();
     }
-    wait_for_products<0>();
+    wgmma_wait<0>();
     return (bad[0] != 0 ? 1u : 0u) | (bad[1] != 0 ? 2u : 0u);
 }

@@ -287,25 +287,9 @@ __device__ __forceinline__ void flow_products(char* room, const FlowTiles<Room>&
             const bool last = end == stages;
             // The outputs of the tile before have left the room.
             if (PARK ? first == 0 : last) barrier(OUTPUTS_GONE + warpgroup, THREADS);
-            // Chunks are added left to right.
 #pragma unroll
-            for (int m = 0; m < MT; m++) {
-                if constexpr (PARK) {
-#pragma unroll
-                    for (int i = 0; i < SUMS / 4; i++) {
-                        float4* const at = parked + (m * (SUMS / 4) + i) * 128;
-                        if (first > 0) {
-                            const float4 v = *at;
-                            acc[m][4 * i] = v.x + acc[m][4 * i], acc[m][4 * i + 1] = v.y + acc[m][4 * i + 1];
-                            acc[m][4 * i + 2] = v.z + acc[m][4 * i + 2], acc[m][4 * i + 3] = v.w + acc[m][4 * i + 3];
-                        }
-                        if (!last) *at = make_float4(acc[m][4 * i], acc[m][4 * i + 1], acc[m][4 * i + 2], acc[m][4 * i + 3]);
-                    }
-                } else {
-#pragma unroll
-                    for (int i = 0; i < SUMS; i++) total[m][i] = first > 0 ? total[m][i] + acc[m][i] : acc[m][i];
-                }
-            }
+            for (int m = 0; m < MT; m++)
+                add_chunk<PARK, SUMS, 128>(parked + m * (SUMS / 4) * 128, acc[m], total[PARK ? 0 : m], first > 0, last);
         }
         // All of the warpgroup have read what they parked.
         if constexpr (PARK) barrier(TOGETHER_HERE + warpgroup, 128);

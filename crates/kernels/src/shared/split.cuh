@@ -172,7 +172,7 @@ __device__ __forceinline__ void stage_rows(char* room, const void* x, const Spli
                 *(uint4*)(to + slot * Room::STAGE + ((2 * part + 1) ^ (row % 8)) * 16) = high;
             }
             load(raw[i], stage + AHEAD * step);
-            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+            show_to_products();
             __syncwarp();
             if (lane == 0) arrive_at(barriers + 8 * slot);
             slot += step;

@@ -7,178 +7,11 @@
 // a lane's four columns take in the tensor core: 0 1 4 5 8 9 12 13 2 3 6 7 10 11 14 15.
 #pragma once
 #include "tensor.cuh"
-
-#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-#define HAS_WGMMA 1
-#else
-#define HAS_WGMMA 0
-#endif
+#include "wgmma.cuh"
 
 constexpr int TILE_THREADS = 384;  // two warpgroups, and one whose first warp fetches
 
 #if HAS_WGMMA
-// d = a * b, plus d where `keep` is not zero: a 64x16 in registers, b 16xN in shared memory. On its way until `wgmma_wait`.
-template <int N>
-struct Wgmma;
-
-template <>
-struct Wgmma<32> {
-    static __device__ __forceinline__ void step(float (&d)[16], const u32* a, u64 b, int keep) {
-        asm volatile(
-            "{\n.reg .pred keep;\nsetp.ne.b32 keep, %21, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
-            "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
-            "}, {%16,%17,%18,%19}, %20, keep, 1, 1, 0;\n}\n"
-            :
-              "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));
-    }
-};
-
-template <>
-struct Wgmma<48> {
-    static __device__ __forceinline__ void step(float (&d)[24], const u32* a, u64 b, int keep) {
-        asm volatile(
-            "{\n.reg .pred keep;\nsetp.ne.b32 keep, %29, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {"
-            "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23"
-            "}, {%24,%25,%26,%27}, %28, keep, 1, 1, 0;\n}\n"
-            :
-              "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-              "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));
-    }
-};
-
-template <>
-struct Wgmma<64> {
-    static __device__ __forceinline__ void step(float (&d)[32], const u32* a, u64 b, int keep) {
-        asm volatile(
-            "{\n.reg .pred keep;\nsetp.ne.b32 keep, %37, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-            "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,"
-            "%26,%27,%28,%29,%30,%31"
-            "}, {%32,%33,%34,%35}, %36, keep, 1, 1, 0;\n}\n"
-            :
-              "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-              "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-              "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));
-    }
-};
-
-template <>
-struct Wgmma<128> {
-    static __device__ __forceinline__ void step(float (&d)[64], const u32* a, u64 b, int keep) {
-        asm volatile(
-            "{\n.reg .pred keep;\nsetp.ne.b32 keep, %69, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
-            "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,"
-            "%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,"
-            "%50,%51,%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63"
-            "}, {%64,%65,%66,%67}, %68, keep, 1, 1, 0;\n}\n"
-            :
-              "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-              "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-              "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-              "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-              "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-              "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-              "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));
-    }
-};
-
-template <>
-struct Wgmma<160> {
-    static __device__ __forceinline__ void step(float (&d)[80], const u32* a, u64 b, int keep) {
-        asm volatile(
-            "{\n.reg .pred keep;\nsetp.ne.b32 keep, %85, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n160k16.f32.bf16.bf16 {"
-            "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,"
-            "%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,"
-            "%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,"
-            "%78,%79"
-            "}, {%80,%81,%82,%83}, %84, keep, 1, 1, 0;\n}\n"
-            :
-              "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-              "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-              "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-              "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-              "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-              "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-              "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
-              "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
-              "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));
-    }
-};
-
-template <>
-struct Wgmma<176> {
-    static __device__ __forceinline__ void step(float (&d)[88], const u32* a, u64 b, int keep) {
-        asm volatile(
-            "{\n.reg .pred keep;\nsetp.ne.b32 keep, %93, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n176k16.f32.bf16.bf16 {"
-            "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,"
-            "%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,"
-            "%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,"
-            "%78,%79,%80,%81,%82,%83,%84,%85,%86,%87"
-            "}, {%88,%89,%90,%91}, %92, keep, 1, 1, 0;\n}\n"
-            :
-              "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-              "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-              "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-              "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-              "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-              "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-              "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
-              "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
-              "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),
-              "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));
-    }
-};
-
-template <>
-struct Wgmma<192> {
-    static __device__ __forceinline__ void step(float (&d)[96], const u32* a, u64 b, int keep) {
-        asm volatile(
-            "{\n.reg .pred keep;\nsetp.ne.b32 keep, %101, 0;\n"
-            "wgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {"
-            "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,"
-            "%26,%27,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,"
-            "%52,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63,%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,"
-            "%78,%79,%80,%81,%82,%83,%84,%85,%86,%87,%88,%89,%90,%91,%92,%93,%94,%95"
-            "}, {%96,%97,%98,%99}, %100, keep, 1, 1, 0;\n}\n"
-            :
-              "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-              "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-              "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-              "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
-              "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
-              "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
-              "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
-              "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63]),
-              "+f"(d[64]), "+f"(d[65]), "+f"(d[66]), "+f"(d[67]), "+f"(d[68]), "+f"(d[69]), "+f"(d[70]), "+f"(d[71]),
-              "+f"(d[72]), "+f"(d[73]), "+f"(d[74]), "+f"(d[75]), "+f"(d[76]), "+f"(d[77]), "+f"(d[78]), "+f"(d[79]),
-              "+f"(d[80]), "+f"(d[81]), "+f"(d[82]), "+f"(d[83]), "+f"(d[84]), "+f"(d[85]), "+f"(d[86]), "+f"(d[87]),
-              "+f"(d[88]), "+f"(d[89]), "+f"(d[90]), "+f"(d[91]), "+f"(d[92]), "+f"(d[93]), "+f"(d[94]), "+f"(d[95])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep));
-    }
-};
-
-__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-template <int PENDING>
-__device__ __forceinline__ void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory"); }
-
 __device__ __forceinline__ void start_barrier(u32 barrier, u32 count) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
@@ -191,12 +24,18 @@ __device__ __forceinline__ void wait_at(u32 barrier, u32 parity) {
         "r"(parity)
         : "memory");
 }
-// `bytes` from global to shared memory; the barrier turns when they are there.
-__device__ __forceinline__ void fetch(u32 to, const void* from, u32 bytes, u32 barrier) {
+__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
     asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;\n}\n" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
                  "r"(bytes), "r"(barrier)
                  : "memory");
+}
+// `bytes` from global to shared memory; the barrier turns when they are there.
+__device__ __forceinline__ void fetch(u32 to, const void* from, u32 bytes, u32 barrier) {
+    expect_bytes(barrier, bytes);
+    copy_bulk(to, from, bytes, barrier);
 }
 
 // K-major rows of 128 bytes in the 128-byte swizzle, eight rows a kilobyte.
@@ -382,6 +221,27 @@ __device__ __forceinline__ void take_weights(char* room, const Ring<Room::DEPTH>
     }
 }
 
+// Chunks are added left to right: a chunk's sums to those before, where there are any. They lie in shared memory where PARK, THREADS
+// apart, and else in `total`; behind the last chunk they are in `acc` where PARK.
+template <bool PARK, int SUMS, int THREADS, int KEPT>
+__device__ __forceinline__ void add_chunk(float4* parked, float (&acc)[SUMS], float (&total)[KEPT], bool has_sum, bool is_last) {
+    if constexpr (PARK) {
+#pragma unroll
+        for (int i = 0; i < SUMS / 4; i++) {
+            float4* const at = parked + i * THREADS;
+            if (has_sum) {
+                const float4 v = *at;
+                acc[4 * i] = v.x + acc[4 * i], acc[4 * i + 1] = v.y + acc[4 * i + 1];
+                acc[4 * i + 2] = v.z + acc[4 * i + 2], acc[4 * i + 3] = v.w + acc[4 * i + 3];
+            }
+            if (!is_last) *at = make_float4(acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]);
+        }
+    } else {
+#pragma unroll
+        for (int i = 0; i < SUMS; i++) total[i] = has_sum ? total[i] + acc[i] : acc[i];
+    }
+}
+
 // A warpgroup's part of a tile. `source`: of this warp's slabs, this lane's first bytes. `ahead(slot)` copies the stage that is
 // DEPTH - 1 stages ahead, of this tile or of the next one; the first DEPTH - 1 stages of all are on their way, and `next` is the
 // first of this tile, then of the next one. PARK keeps the sum
@@ -432,26 +292,9 @@ __device__ __forceinline__ void tile_product(char* room, Ring<Room::SLOTS>& inpu
             if (threadIdx.x % 128 == 0) arrive_at(barriers + 8 * (Room::SLOTS + inputs.slot));
             inputs.next();
         }
-        // Chunks are added left to right.
-        const bool last = end == stages;
 #pragma unroll
-        for (int m = 0; m < MT; m++) {
-            if constexpr (PARK) {
-#pragma unroll
-                for (int i = 0; i < SUMS / 4; i++) {
-                    float4* const at = parked + (m * (SUMS / 4) + i) * Room::WARPS * 32;
-                    if (first > 0) {
-                        const float4 v = *at;
-                        acc[m][4 * i] = v.x + acc[m][4 * i], acc[m][4 * i + 1] = v.y + acc[m][4 * i + 1];
-                        acc[m][4 * i + 2] = v.z + acc[m][4 * i + 2], acc[m][4 * i + 3] = v.w + acc[m][4 * i + 3];
-                    }
-                    if (!last) *at = make_float4(acc[m][4 * i], acc[m][4 * i + 1], acc[m][4 * i + 2], acc[m][4 * i + 3]);
-                }
-            } else {
-#pragma unroll
-                for (int i = 0; i < SUMS; i++) total[m][i] = first > 0 ? total[m][i] + acc[m][i] : acc[m][i];
-            }
-        }
+        for (int m = 0; m < MT; m++)
+            add_chunk<PARK, SUMS, Room::WARPS * 32>(parked + m * (SUMS / 4) * Room::WARPS * 32, acc[m], total[PARK ? 0 : m], first > 0, end == stages);
     }
 #pragma unroll
     for (int m = 0; m < MT; m++) {
