@@ -45,6 +45,14 @@ fn key_bindings<'a>(args: &Args<'a>) -> [Binding<'a>; 8] {
     ]
 }
 
+/// A launch's bindings: those of the keys between what stands before and behind them.
+macro_rules! around_keys {
+    ($args:ident: [$($before:expr),*], [$($behind:expr),*]) => {{
+        let [rows, windows, records, ring, cache, table, selected, counts] = key_bindings($args);
+        [$($before,)* rows, windows, records, ring, cache, table, selected, counts, $($behind),*]
+    }};
+}
+
 /// `fold`: what the scale of a dot makes up for.
 fn sizes(args: &Args<'_>, rows: usize, fold: f32) -> ShapeBytes {
     let Shape { heads, head_dim, window, ring_len, selected_max, .. } = args.shape;
@@ -61,25 +69,14 @@ fn sizes(args: &Args<'_>, rows: usize, fold: f32) -> ShapeBytes {
 fn run_whole(queue: &mut GpuQueue, args: Args<'_>) -> Result<(), LaunchError> {
     LaunchError::check_limit("the keys of a row", gpu_keys(args.shape), METAL_KEYS_MAX)?;
     let shape = sizes(&args, args.rows.len(), 1.0);
-    let [rows, windows, records, ring, cache, table, selected, counts] = key_bindings(&args);
+    let (keys, sinks) = (&args, Binding::Read(args.sinks));
+    let frequencies = Binding::Bytes(bytes_of(args.frequencies));
+    let mut bindings = around_keys!(keys: [Binding::Read(args.q)], [sinks, frequencies, Binding::Write(args.out)]);
     queue.launch_tuned(
         Launch {
             program: &PROGRAM,
             entry: "attention",
-            bindings: &mut [
-                Binding::Read(args.q),
-                rows,
-                windows,
-                records,
-                ring,
-                cache,
-                table,
-                selected,
-                counts,
-                Binding::Read(args.sinks),
-                Binding::Bytes(bytes_of(args.frequencies)),
-                Binding::Write(args.out),
-            ],
+            bindings: &mut bindings,
             shape: shape.bytes(),
             groups: count(args.rows.len() * args.shape.heads),
             threads: METAL_THREADS,
@@ -280,21 +277,9 @@ fn launch_scores(
     sizing: Sizing,
     shape: &ShapeBytes,
 ) -> Result<(), LaunchError> {
-    let [rows, windows, records, ring, cache, table, selected, counts] = key_bindings(args);
-    let bindings = &mut [
-        Binding::Read(args.q),
-        rows,
-        windows,
-        records,
-        ring,
-        cache,
-        table,
-        selected,
-        counts,
-        Binding::Bytes(bytes_of(args.frequencies)),
-        Binding::Write(args.scratch),
-    ];
-    launch(queue, sizing, bindings, shape)
+    let frequencies = Binding::Bytes(bytes_of(args.frequencies));
+    let mut bindings = around_keys!(args: [Binding::Read(args.q)], [frequencies, Binding::Write(args.scratch)]);
+    launch(queue, sizing, &mut bindings, shape)
 }
 
 fn launch_weights(
@@ -303,22 +288,10 @@ fn launch_weights(
     sizing: Sizing,
     shape: &ShapeBytes,
 ) -> Result<(), LaunchError> {
-    let [rows, windows, records, ring, cache, table, selected, counts] = key_bindings(args);
-    let bindings = &mut [
-        Binding::Read(args.q),
-        rows,
-        windows,
-        records,
-        ring,
-        cache,
-        table,
-        selected,
-        counts,
-        Binding::Read(args.sinks),
-        Binding::Bytes(bytes_of(args.frequencies)),
-        Binding::Write(args.scratch),
-    ];
-    launch(queue, sizing, bindings, shape)
+    let frequencies = Binding::Bytes(bytes_of(args.frequencies));
+    let sinks = Binding::Read(args.sinks);
+    let mut bindings = around_keys!(args: [Binding::Read(args.q)], [sinks, frequencies, Binding::Write(args.scratch)]);
+    launch(queue, sizing, &mut bindings, shape)
 }
 
 fn launch_mix(
@@ -327,22 +300,10 @@ fn launch_mix(
     sizing: Sizing,
     shape: &ShapeBytes,
 ) -> Result<(), LaunchError> {
-    let [rows, windows, records, ring, cache, table, selected, counts] = key_bindings(args);
-    let bindings = &mut [
-        rows,
-        windows,
-        records,
-        ring,
-        cache,
-        table,
-        selected,
-        counts,
-        Binding::Read(args.sinks),
-        Binding::Bytes(bytes_of(args.frequencies)),
-        Binding::Read(args.scratch),
-        Binding::Write(args.out),
-    ];
-    launch(queue, sizing, bindings, shape)
+    let frequencies = Binding::Bytes(bytes_of(args.frequencies));
+    let (sinks, weights) = (Binding::Read(args.sinks), Binding::Read(args.scratch));
+    let mut bindings = around_keys!(args: [], [sinks, frequencies, weights, Binding::Write(args.out)]);
+    launch(queue, sizing, &mut bindings, shape)
 }
 
 fn launch_mix_weighed(
@@ -351,21 +312,9 @@ fn launch_mix_weighed(
     sizing: Sizing,
     shape: &ShapeBytes,
 ) -> Result<(), LaunchError> {
-    let [rows, windows, records, ring, cache, table, selected, counts] = key_bindings(args);
-    let bindings = &mut [
-        rows,
-        windows,
-        records,
-        ring,
-        cache,
-        table,
-        selected,
-        counts,
-        Binding::Bytes(bytes_of(args.frequencies)),
-        Binding::Read(args.scratch),
-        Binding::Write(args.out),
-    ];
-    launch(queue, sizing, bindings, shape)
+    let frequencies = Binding::Bytes(bytes_of(args.frequencies));
+    let mut bindings = around_keys!(args: [], [frequencies, Binding::Read(args.scratch), Binding::Write(args.out)]);
+    launch(queue, sizing, &mut bindings, shape)
 }
 
 fn launch_whole(
@@ -374,20 +323,8 @@ fn launch_whole(
     sizing: Sizing,
     shape: &ShapeBytes,
 ) -> Result<(), LaunchError> {
-    let [rows, windows, records, ring, cache, table, selected, counts] = key_bindings(args);
-    let bindings = &mut [
-        Binding::Read(args.q),
-        rows,
-        windows,
-        records,
-        ring,
-        cache,
-        table,
-        selected,
-        counts,
-        Binding::Read(args.sinks),
-        Binding::Bytes(bytes_of(args.frequencies)),
-        Binding::Write(args.out),
-    ];
-    launch_of(queue, &WHOLE, sizing, bindings, shape)
+    let frequencies = Binding::Bytes(bytes_of(args.frequencies));
+    let sinks = Binding::Read(args.sinks);
+    let mut bindings = around_keys!(args: [Binding::Read(args.q)], [sinks, frequencies, Binding::Write(args.out)]);
+    launch_of(queue, &WHOLE, sizing, &mut bindings, shape)
 }
