@@ -33,14 +33,6 @@ struct Wgmma<32> {
 };
 
 template <>
-struct Wgmma<48> {
-    static __device__ __forceinline__ void step(float (&d)[24], const u32* a, u64 b, int keep) {
-        asm volatile(WGMMA("48", TEN() "," TEN(1) ",%20,%21,%22,%23", "%24,%25,%26,%27", "%28", "%29")
-            : SUMS8(d, 0), SUMS8(d, 8), SUMS8(d, 16) : WGMMA_INPUTS);
-    }
-};
-
-template <>
 struct Wgmma<64> {
     static __device__ __forceinline__ void step(float (&d)[32], const u32* a, u64 b, int keep) {
         asm volatile(WGMMA("64", TEN() "," TEN(1) "," TEN(2) ",%30,%31", "%32,%33,%34,%35", "%36", "%37")
